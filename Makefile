@@ -25,7 +25,7 @@ MLFLOW = $(VENV)/mlflow
 NEWEST = $(VENV)/newest
 LOWEST = $(VENV)/lowest
 # Engines, loop, checkpoints, tasks and compilation.
-NEWEST_TESTS ?= pipeline fsdp engine equality ranks loop optim precision memory checkpoints \
+NEWEST_TESTS ?= pipeline fsdp equality ranks loop optim precision memory checkpoints \
     sharded_checkpoints saver save_kills export masking models heads classify regress multilabel qa finetune new_task predict samples compiled
 LOWEST_TESTS ?= config raw tables models optim loop checkpoints export predict foreign docs
 # Columns text and labels, all fields quoted. The few made-up lines that come along only show that it works.

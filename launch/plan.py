@@ -131,7 +131,7 @@ def environment(
 ) -> dict[str, str]:
     """Return the environment variables of every process of a job. Variables that the user sets take precedence.
 
-    `baretrain train` sets the variables for network cards, huge pages, open files and processors
+    `baretrain train` sets the variables for network cards, huge pages and open files
     (train.machine.rank_setup), and for Neuron's runtime and compiler (train.machine.neuron), before the ranks join.
     FI_EFA_FORK_SAFE is not set, since only kernels before 5.15 need it (baretrain doctor warns of these), nor are
     variables for which PyTorch's default is right, such as TORCH_NCCL_ASYNC_ERROR_HANDLING.

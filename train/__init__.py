@@ -43,12 +43,11 @@ def begin() -> None:
     sys.excepthook = show
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "1000"
-    what = "the working folder cannot be used: cd to another one"
+    settle(os.environ)
     try:
         Path.cwd()
-        what = "a temporary folder cannot be made: set TMPDIR"
-        settle(os.environ)
     except OSError as error:
+        what = "the working folder cannot be used: cd to another one"
         say(f"error: {what} ({error.strerror})", file=sys.stderr)
         raise SystemExit(2) from error
 

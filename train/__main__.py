@@ -30,7 +30,7 @@ COMMANDS = {
     "doctor": ("train.tools.doctor", "check whether this machine can train"),
     "checkpoints": (
         "train.tools.checkpoints",
-        "list, verify, prune or export the checkpoints of a run",
+        "list, verify or export the checkpoints of a run",
     ),
     "evaluate": (
         "train.tools.evaluate",

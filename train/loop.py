@@ -21,7 +21,7 @@ from train.data.batches.loader import Batch
 from train.machine.launched import check_launch, launched
 from train.machine.runtime import search_as_usual
 from train.models.model_sizes import check_layers
-from train.observe.metrics import Recorder
+from train.observe.metrics import Recorder, lengths_of
 from train.observe.monitor import open_monitor
 from train.observe.trackers import check_trackers
 from train.parallel.backends import Backend, Workload, check_attention
@@ -67,7 +67,11 @@ def run(cfg: TrainConfig, stop: StopRequest, *, on_line: OnLine | None = None) -
         task = build_task(cfg)
         check_layers(cfg)
         plan = make_plan(
-            cfg, world_size=launched().world_size, rows=task.train_rows, seq_len=task.seq_len
+            cfg,
+            world_size=launched().world_size,
+            rows=task.train_rows,
+            seq_len=task.seq_len,
+            cut=task.micro_batches,
         )
         identity = identity_of(cfg, plan, task.data_id, task.lengths)
     search_as_usual()  # all modules are imported by now
@@ -223,8 +227,7 @@ class Training:
             self.votes.raise_failure()
             following = self.draw_next()
 
-            seq_len = batches[0]["inputs"]["input_ids"].shape[-1]
-            is_start = metrics.is_first or metrics.is_new(seq_len)
+            is_start = metrics.is_first or metrics.is_new(lengths_of(batches))
             watch.phase("step", step=self.progress.step, is_start=is_start)
             lr = learning_rate(self.progress.step, cfg=cfg.optim, plan=plan)
             engine.begin_step(sum(batch["count"] for batch in batches), lr)
@@ -242,7 +245,6 @@ class Training:
                 self.is_evaluation_due,
                 lr=lr,
                 micro_batches=batches,
-                seq_len=seq_len,
                 grad_norm=grad_norm,
             )
             if metrics.skips_in_a_row >= cfg.nonfinite.max_skips:

@@ -118,10 +118,10 @@ def identity() -> Registration:
     metadata = Metadata(metadata_endpoint(os.environ))
     try:
         return Registration(
-            instance=FileName(metadata.text("instance-id")),
+            instance=FileName(metadata.get("instance-id")),
             host=FileName(platform.node()),
-            address=FileName(metadata.text("local-ipv4")),
-            index=int(metadata.text("ami-launch-index")),
+            address=FileName(metadata.get("local-ipv4")),
+            index=int(metadata.get("ami-launch-index") or ""),
         )
     except (HTTPException, ValueError) as error:
         raise OSError(

@@ -20,7 +20,6 @@ from train.config import InputError
 from train.run_folder.ownership import LeaseLost, Ownership, lease_name
 from train.storage import s3
 from train.storage.folders import open_folder, sha256_bytes
-from train.tools import checkpoints as command
 
 pytestmark = pytest.mark.usefixtures("pauses")
 NAMES = ("model.pt", "optimizer.pt", "ranks.pt")
@@ -47,9 +46,7 @@ def save(store, step, *, fence=1, metric=None, model=b""):
         content = model if name == "model.pt" and model else content_of(step, name)
         (scratch / name).write_bytes(content)
         files[name] = {"bytes": len(content), "sha256": sha256_bytes(content)}
-    manifest = store.prepare(
-        scratch, Manifest(step, fence, {}, {}, {}, 1, "ddp", metric, files=files)
-    )
+    manifest = store.prepare(Manifest(step, fence, {}, {}, {}, 1, "ddp", metric, files=files))
     store.send(scratch, manifest, list(NAMES))
     store.commit(scratch, manifest)
     shutil.rmtree(scratch)
@@ -285,38 +282,23 @@ def test_a_run_that_was_copied_from_s3_to_a_disk_or_back_has_the_same_checkpoint
     assert files_of(bucket, 9, "back") == []
 
 
-def test_prune_removes_what_failed_saves_have_left_and_nothing_else(
-    bucket, store, capsys, monkeypatch, tmp_path
-):
-    """Files of the user lie among those of step 6. Only prune knows that its owner has ended."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_what_failed_saves_have_left_is_removed_and_nothing_else(bucket, store):
+    """Files of the user lie among those of step 6."""
     save(store, 3)
     with Ownership(store.folder, 600.0) as owner, pytest.raises(InputError, match="Stopped"):
         bucket.proxy.set(Fault("status", match="^PUT .*/manifest.json", code=501, error="Stopped"))
         save(store, 6, fence=owner.number)
     bucket.proxy.set()
     left = bucket.keys("run/checkpoints/step_00000006/")
-    folder = left[0].split("/")[3]
     own = ["notes.txt", "notes/model.pt", "00000001-01234567x/model.pt"]
     own = [f"step_00000006/{name}" for name in own]
     own += ["step_00000003/notes.txt", "step_x/x", "step_x/00000001-0123abcd/model.pt"]
     for name in own:
         bucket.put(f"run/checkpoints/{name}", b"mine")
     before = set(bucket.keys())
-    store.collect_garbage(ended_below=1)
-    flags = [
-        "--endpoint",
-        bucket.service.endpoint,
-        "--region",
-        "us-east-1",
-        "prune",
-        "--keep",
-        "2",
-    ]
-    assert command.main([bucket.location("run"), *flags]) == 0
-    assert f"step_00000006/{folder}  would be removed" in capsys.readouterr().out
+    store.collect_garbage(ended_below=owner.number)
     assert set(bucket.keys()) == before
-    assert command.main([bucket.location("run"), *flags, "--yes"]) == 0
+    store.collect_garbage(ended_below=owner.number + 1)
     assert before - set(bucket.keys()) == set(left)
     assert_loads(store, 3)
 

@@ -2,27 +2,21 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
-from finetuning import FP32, asking, tuned
-from running import SYLLABLES, train_config
-from torch.profiler import ProfilerActivity, profile
+from finetuning import asking, tuned
+from running import SYLLABLES
 from transformers import (
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoTokenizer,
 )
 
-from train import loop
-from train.config import InputError, ModelConfig, S3Config
-from train.models.source import resolved
-from train.run.stopping import StopRequest
+from train.config import InputError
 from train.run_folder import exported
 from train.run_folder.run_folder import RunFolder
 from train.storage.s3 import S3Folder
 from train.tools import checkpoints as command
-from train.tools import predict
 
 HEADS = {"classify": AutoModelForSequenceClassification, "qa": AutoModelForQuestionAnswering}
 
@@ -73,24 +67,6 @@ def test_a_fine_tuning_is_exported_without_its_data_as_by_itself(finetuned, unex
     assert AutoTokenizer.from_pretrained(tmp_path / "out").mask_token == "[MASK]"
 
 
-@pytest.mark.slow
-def test_it_answers_and_is_a_start_without_its_data(finetuned, unexported, tmp_path, capsys):
-    cfg = resolved(ModelConfig(init_from=str(unexported)), S3Config(), tmp_path / "cache")
-    wanted = (finetuned[1] / "export/model.safetensors").read_bytes()
-    assert Path(cfg.pretrained, "model.safetensors").read_bytes() == wanted
-    row = (
-        ["--text", "ba be"]
-        if finetuned[0] == "classify"
-        else ["--question", "ba ?", "--context", "ba be bo"]
-    )
-    capsys.readouterr()
-    result = []
-    for run in (unexported, finetuned[1]):
-        assert predict.main([str(run), *row, f"data.cache_dir={tmp_path}/cache", *FP32]) == 0
-        result.append(capsys.readouterr().out)
-    assert result[0] == result[1] != ""
-
-
 def test_a_step_of_other_data_is_rejected(unexported, tmp_path, capsys):
     path = unexported / "environment.json"
     content = json.loads(path.read_text())
@@ -106,36 +82,7 @@ def test_a_step_of_other_data_is_rejected(unexported, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def allocated(call):
-    """Return the bytes that tensors on the host took during a call, mapped ones included."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        call()
-    return sum(max(0, event.self_cpu_memory_usage) for event in seen.events())
-
-
 # ---- of a run that goes on -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_run_that_has_gone_on_is_not_taken_for_its_old_export(prepared, tmp_path, capsys):
-    run = tmp_path / "run"
-
-    def start(*options):
-        loop.run(train_config(run, prepared, *options), StopRequest())
-        capsys.readouterr()
-        folder = resolved(
-            ModelConfig(init_from=str(run)), S3Config(), tmp_path / "cache"
-        ).pretrained
-        return folder, capsys.readouterr().err  # the run has turned on what is logged
-
-    assert start("max_steps=1") == (f"{run}/export", "")
-    folder, errors = start("max_steps=2", "export=false")
-    assert folder.startswith(str(tmp_path / "cache/models"))
-    assert (
-        errors.splitlines()[0]
-        == f"{run} has continued since it wrote its export: a checkpoint is used instead"
-    )
-    assert start("max_steps=2") == (f"{run}/export", "")
 
 
 def test_an_export_takes_the_place_of_the_old_when_it_is_whole(tmp_path):

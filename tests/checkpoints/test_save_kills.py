@@ -174,10 +174,7 @@ def test_wherever_a_save_is_killed_the_last_checkpoint_or_its_own_is_whole(repor
         assert loaded.progress.step == steps[-1], stage
         assert all(bool((tensor == steps[-1]).all()) for tensor in tensors(*trained)), stage
         save(folder, NEXT)
-        assert (whole_steps(folder), (folder / "LATEST").read_text()) == (
-            [LAST, NEXT],
-            f"{step_name(NEXT)}\n",
-        ), stage
+        assert whole_steps(folder) == [LAST, NEXT], stage
         assert not [name for name in left(store) if ".tmp-" in name], stage
 
 
@@ -212,8 +209,6 @@ def at_risk(disk, event, path, detail):
         return "manifest", disk.below(path.parent) - {path.parent}
     if moves and step_of(Path(detail).name) is not None:
         return "commit", disk.below(path)
-    if is_new and path.name.startswith(".LATEST"):
-        return "latest", disk.unsafe & {path.parent, path.parent.parent}
     if moves and step_of(path.name) is not None:
         return "removal", disk.unsafe & {path.parent}
     # or the step would come back, without its files
@@ -232,5 +227,5 @@ def test_nothing_is_relied_on_that_a_power_cut_could_take(report):
                 relied.append(risk)
             disk.see(event, path, detail)
     assert [each for each in relied if each[1]] == []
-    commit = ["manifest", "commit", "latest"]
+    commit = ["manifest", "commit"]
     assert [what for what, _ in relied] == [*commit, *commit, "removal", *["deletion"] * 4]

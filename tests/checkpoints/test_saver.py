@@ -2,19 +2,17 @@
 
 import errno
 import os
-import re
-import shutil
 import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 from forks import DEVICE
-from running import outcome, run, train_config, train_here, train_overrides
+from running import train_config
 from torch import nn
 
 from train.checkpoints.loader import load
-from train.checkpoints.manifest import LATEST, Manifest, Progress, step_of
+from train.checkpoints.manifest import Manifest, Progress, step_of
 from train.checkpoints.saver import FAILING_S, AsyncSaver, SavesFail
 from train.checkpoints.store import LocalStore
 from train.config import BackendConfig, CheckpointConfig, OptimConfig
@@ -97,11 +95,7 @@ def saved(saver, step, trained):
 
 def left(store):
     """What is in the folder beside checkpoints."""
-    return [
-        path.name
-        for path in store.path.iterdir()
-        if step_of(path.name) is None and path.name != LATEST
-    ]
+    return [path.name for path in store.path.iterdir() if step_of(path.name) is None]
 
 
 # ---- beside the training --------------------------------------------------------------------------------------------
@@ -322,20 +316,6 @@ def test_a_run_has_failed_if_its_last_save_has(toy, monkeypatch, step):
     assert toy.train(**options) == ("done", 6)
 
 
-def test_all_ranks_stop_when_rank_0_cannot_save(tmp_path, prepared):
-    run_dir, options = tmp_path / "run", ["max_steps=20", "max_epochs=9"]
-    options += ["checkpoint.every=1", "eval_every=null", "export=false"]
-    train_here(run_dir, prepared, *options, "max_steps=1")
-    shutil.rmtree(run_dir / "checkpoints")
-    (run_dir / "metrics.jsonl").unlink()  # which says that there was one
-    (run_dir / "checkpoints").symlink_to("/proc")  # in which nothing can be made
-    done = run(train_overrides(run_dir, prepared, *options), ranks=2)
-    assert done.returncode == 1
-    ended = outcome(run_dir)
-    assert (ended["outcome"], ended["kind"], ended["goes_on"]) == ("failed", "saves_fail", True)
-    assert re.search("saving step 20: .*/checkpoints.*; there is no checkpoint", ended["reason"])
-
-
 def test_a_job_that_lost_the_run_folder_does_not_commit(tmp_path):
     lost = []
 
@@ -348,8 +328,4 @@ def test_a_job_that_lost_the_run_folder_does_not_commit(tmp_path):
     assert saved(saver, 3, trained) is None
     lost.append(True)
     assert saved(saver, 6, trained) == "LeaseLost: another job owns it now"
-    assert (store.steps(), left(store), (tmp_path / LATEST).read_text()) == (
-        [3],
-        [],
-        "step_00000003\n",
-    )
+    assert (store.steps(), left(store)) == ([3], [])

@@ -192,6 +192,14 @@ def test_a_batch_is_divided_into_equal_parts_that_the_instance_takes(
     assert plan("global_batch_size=96", world_size=8).micro_batch_size == 12
 
 
+def test_a_task_cuts_a_batch_that_no_setting_has_cut_and_evaluations_stay_whole():
+    rest = {"world_size": 8, "rows": 10**6, "seq_len": 512, "cut": lambda share, _: share // 4}
+    sizes = make_plan(load("global_batch_size=96"), **rest)
+    assert (sizes.micro_batch_size, sizes.accumulation, sizes.eval_batch_size) == (4, 3, 12)
+    sizes = make_plan(load("global_batch_size=96", "micro_batch_size=6"), **rest)
+    assert (sizes.micro_batch_size, sizes.accumulation) == (6, 2)
+
+
 @pytest.mark.parametrize("machines", [1, 16])
 # None: precompiling, which does not open the data
 @pytest.mark.parametrize("seq_len", [512, None])

@@ -45,7 +45,7 @@ def of_all_readings(paths):
 
 
 def test_a_corpus_is_read_as_often_as_its_weight_says_and_nothing_is_validated_twice(
-    paths, tmp_path, capsys
+    paths, tmp_path
 ):
     assert prepare.run(mixed(tmp_path / "out", paths, WEIGHTS)) == 0
     ready = open_corpus(mixed(tmp_path / "x", paths).corpus)

@@ -1,4 +1,4 @@
-"""Which sequences are read at which step: the same however ranks split them; with buckets, one length a step."""
+"""Which sequences are read at which step: the same however ranks split them; with lengths, sorted within a step."""
 
 import re
 from itertools import islice
@@ -6,7 +6,13 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from train.data.batches.buckets import BUCKET_SHIFT, BucketEvalOrder, BucketSampler, parts_of
+from train.data.batches.buckets import (
+    BUCKET_SHIFT,
+    BucketEvalOrder,
+    Buckets,
+    BucketSampler,
+    parts_of,
+)
 from train.data.random_bits import hash_bits
 from train.data.shards.order import (
     PADDING,
@@ -41,7 +47,7 @@ def sampler(kind, *, rank=0, world_size=1, consumed_rows=0, seed=0, **more):
 
 
 def steps(kind, number, *, world_size=1, micro=G, first_step=0, seed=0):
-    """Items of each global step, gathered over ranks and micro batches and sorted."""
+    """Items of each global step, gathered over ranks and micro batches, sorted, without their buckets."""
     accumulation = G // world_size // micro
     result = [[] for _ in range(number)]
     for rank in range(world_size):
@@ -50,7 +56,7 @@ def steps(kind, number, *, world_size=1, micro=G, first_step=0, seed=0):
         )
         for index, batch in enumerate(islice(order.micro_batches(micro), number * accumulation)):
             assert len(batch) == micro
-            result[index // accumulation] += batch.tolist()
+            result[index // accumulation] += (batch & (2**BUCKET_SHIFT - 1)).tolist()
     return [sorted(items) for items in result]
 
 
@@ -65,9 +71,7 @@ def test_every_split_over_ranks_and_micro_batches_sees_the_same_steps(kind, worl
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("epoch", [0, 1, 2])
 def test_an_epoch_has_every_sequence_at_most_once_and_leaves_out_less_than_a_batch(kind, epoch):
-    items = np.concatenate(steps(kind, ROWS // G, first_step=epoch * (ROWS // G))) & (
-        2**BUCKET_SHIFT - 1
-    )
+    items = np.concatenate(steps(kind, ROWS // G, first_step=epoch * (ROWS // G)))
     assert len(np.unique(items)) == len(items) == ROWS // G * G
     assert set(items // ROWS) == {epoch}
 
@@ -75,13 +79,8 @@ def test_an_epoch_has_every_sequence_at_most_once_and_leaves_out_less_than_a_bat
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_epochs_and_seeds_differ(kind):
     per_epoch = ROWS // G
-    first, second, other = (
-        [
-            [item & (2**BUCKET_SHIFT - 1) for item in step]
-            for step in steps(kind, per_epoch, **start)
-        ]
-        for start in ({}, {"first_step": per_epoch}, {"seed": 1})
-    )
+    starts = [{}, {"first_step": per_epoch}, {"seed": 1}]
+    first, second, other = (steps(kind, per_epoch, **start) for start in starts)
     assert first != other and first != [[item - ROWS for item in step] for step in second]
     # what is left out, too
     assert set(sum(first, [])) != {item - ROWS for item in sum(second, [])}
@@ -222,34 +221,47 @@ def test_what_machines_fetch_more_than_once_is_said(machines, batch, shards, sai
     assert (more is None) if said is None else re.search(said, more), more
 
 
-def test_a_step_has_one_length_that_holds_all_its_examples_and_few_are_padded_to_a_longer_one():
-    """Only what does not fill a batch moves up: fewer than a batch of each length but the last."""
-    moved, buckets = 0, []
-    for items in steps("buckets", 16):
-        rows, bucket = parts_of(np.array(items))
-        assert (BUCKETS[rows % ROWS] <= bucket).all()
-        moved += int((BUCKETS[rows % ROWS] < bucket).sum())
-        buckets.append(bucket)
-    assert moved < 4 * G  # of two epochs
-    assert buckets[:3] == [2, 1, 0]
-    mixed = BucketSampler(
-        BUCKETS, seed=0, global_batch_size=G, rank=0, world_size=1, is_mixed=True
-    )
-    mixed_buckets = [parts_of(batch)[1] for batch in islice(mixed.micro_batches(G), ROWS // G)]
-    assert (
-        mixed_buckets[0] == 2
-        and mixed_buckets[:6] != buckets[:6]
-        and sorted(mixed_buckets) == sorted(buckets[: ROWS // G])
-    )
-    few = np.array([0] * 30 + [1] * 5 + [2] * 20, np.uint8)  # no whole batch of the second length
-    order = BucketSampler(few, seed=0, global_batch_size=10, rank=0, world_size=1)
-    assert sorted(parts_of(batch)[1] for batch in islice(order.micro_batches(10), 5)) == [
-        0,
-        0,
-        0,
-        2,
-        2,
+@pytest.mark.parametrize(("world_size", "micro"), [(1, 4), (1, 12), (2, 3), (3, 1)])
+def test_a_step_with_lengths_has_the_rows_of_one_without_and_each_micro_batch_fits_its_longest(
+    world_size, micro
+):
+    """Whatever labels go with lengths, a step has them as often as a random batch does."""
+    run = {"seed": 0, "global_batch_size": G, "world_size": world_size}
+    plain = ShardSampler([ROWS], rank=0, **{**run, "world_size": 1})
+    ranks = [
+        BucketSampler(BUCKETS, rank=rank, **run).micro_batches(micro) for rank in range(world_size)
     ]
+    parts = G // world_size // micro
+    for step, rows in enumerate(islice(plain.micro_batches(G), 20)):
+        seen, used = [], []
+        for _ in range(parts):
+            drawn = [parts_of(next(rank)) for rank in ranks]
+            (bucket,) = {bucket for _, bucket in drawn}  # the same on all ranks
+            items = np.concatenate([items for items, _ in drawn])
+            assert bucket == BUCKETS[items % ROWS].max() or (step == len(used) == 0)
+            seen += items.tolist()
+            used.append(bucket)
+        assert sorted(seen) == sorted(rows)
+        assert used == sorted(used) or step == 0
+        if step == 0:
+            assert used[0] == 2  # a lack of memory shows at once
+
+
+def test_a_step_is_cut_where_that_saves_more_padding_than_a_pass_costs():
+    lengths = np.random.default_rng(0).integers(1, 9, 4000)  # multiples of 8 tokens
+    buckets = Buckets(tuple(range(8, 72, 8)), (lengths - 1).astype(np.uint8), np.zeros(0))
+    cuts = [buckets.best_cut(32, 1, cost=cost) for cost in (10, 100, 300, 10_000)]
+    assert cuts == [8, 4, 2, 1]
+    assert buckets.best_cut(8, 4, cost=100) == 2  # the same batch, over four ranks
+    assert buckets.best_cut(31, 1, cost=100) == 1  # nothing between one pass and one for each row
+
+
+def test_micro_batches_that_a_device_executes_together_have_one_length():
+    """Otherwise each sequence of lengths would be another graph."""
+    run = {"seed": 0, "global_batch_size": G, "rank": 0, "world_size": 1}
+    drawn = BucketSampler(BUCKETS, together=2, **run).micro_batches(3)
+    buckets = np.array([parts_of(batch)[1] for batch in islice(drawn, 40)]).reshape(-1, 2)
+    assert (buckets[:, 0] == buckets[:, 1]).all() and len(np.unique(buckets)) > 1
 
 
 @pytest.mark.parametrize(("world_size", "batch_size"), [(1, 4), (2, 4), (3, 7), (5, 4)])

@@ -320,10 +320,10 @@ def test_the_command_prepares_and_says_what_there_is(command, raw, tmp_path):
         f": id {facts['id'][:12]}, classify, at most 16 tokens",
         "train: 1,200 examples, 1,200 rows of tokens",
         "n 400 (33.3%), p 800 (66.7%)",
-        f"cut       {notes['truncated']:.0f} of 1,200 rows are cut at 16 tokens: ",
+        f"train: {notes['truncated']:.0f} of 1,200 rows are cut at 16 tokens: ",
         f"tokens: {notes['tokens_cut']:,.0f} of ",
         "1 bad row, 2 by data.label_map",
         "train.csv:1202: 1 field",
-        f"padding   {share:.1%} of batches",
+        f"in training at least {share:.1%} of the tokens are padding",
     ):
         assert words in said

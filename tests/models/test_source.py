@@ -77,15 +77,6 @@ def test_what_is_there_already_stays_as_it_is(folder, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("key", ["pretrained", "init_from"])
-def test_the_parent_of_models_names_them(key, folder, tmp_path):
-    for name in ("one", "deeper/two"):
-        shutil.copytree(folder, tmp_path / name)
-    cfg = ModelConfig(**{key: str(tmp_path)})
-    says = f"{tmp_path} .*; there are models in one, deeper/two: name one"
-    rejects(says, lambda: task_tokenizer(resolved(cfg, LOCAL, tmp_path / "cache")))
-
-
 def test_a_run_gives_its_export(finished, tmp_path):
     cfg, export = resolved(from_run(finished), LOCAL, tmp_path), f"{finished}/export"
     assert cfg == ModelConfig(pretrained=export, tokenizer=export)

@@ -96,15 +96,13 @@ def test_a_clock_that_was_wrong_leaves_the_goodput_open(tmp_path, first):
 
 
 @pytest.mark.parametrize(
-    ("works", "stages", "fields"),
+    ("works", "fields"),
     [
-        ([1.0, 1.0, 1.0, 1.1], 1, {"slowest_rank": 3, "slowest_ratio": 1.1}),
-        ([1.0, 2.0], 1, {"slowest_rank": 1, "slowest_ratio": 2.0}),  # measured by the other
-        ([1.0, 3.0, 2.0, 3.0], 2, {"slowest_rank": 2, "slowest_ratio": 2.0}),  # of its stage
-        ([5.0], 1, {}),  # one alone is measured by none
-        ([1.0, 3.0], 2, {}),
-        ([0.0, 0.0], 1, {}),
+        ([1.0, 1.0, 1.0, 1.1], {"slowest_rank": 3, "slowest_ratio": 1.1}),
+        ([1.0, 2.0], {"slowest_rank": 1, "slowest_ratio": 2.0}),  # measured by the other
+        ([5.0], {}),  # one alone is measured by none
+        ([0.0, 0.0], {}),
     ],
 )
-def test_the_slowest_rank_is_named_beside_those_of_its_stage(works, stages, fields):
-    assert slowest(works, num_stages=stages) == fields
+def test_the_slowest_rank_is_named(works, fields):
+    assert slowest(works) == fields

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -121,17 +120,7 @@ def test_a_pushed_model_loads_by_its_id(the_hub, finished, capsys):
     ]
     assert torch.equal(*result)
     assert huggingface_hub.ModelCard.load(TO).data.model_name == "demo"
-    assert any("/resolve/" in request.path for request in the_hub.requests)
-    ask = [TO, "--text", "good bad good", "backend.device=cpu"]
-    assert predict.main(ask) == 0
-    repo = the_hub.repos["models", TO]
-    tokenizer = json.loads(repo.files["tokenizer_config.json"])
-    repo.files["tokenizer_config.json"] = json.dumps({**tokenizer, "auto_map": {}}).encode()
-    repo.commits.append("It was taken over")
-    assert predict.main(ask) == 2
-    assert (
-        "tokenizer_config.json: auto_map asks transformers to load code" in capsys.readouterr().err
-    )
+    assert predict.main([TO, "--text", "good bad good", "backend.device=cpu"]) == 0
 
 
 def test_all_of_it_is_one_commit_and_nothing_private_goes_along(the_hub, finished):
@@ -139,53 +128,24 @@ def test_all_of_it_is_one_commit_and_nothing_private_goes_along(the_hub, finishe
     repo = the_hub.repos["models", TO]
     assert (repo.private, len(repo.commits)) == (True, 1)
     wanted = {"config.json", "model.safetensors", MARK, "tokenizer.json", "tokenizer_config.json"}
-    wanted |= {"README.md", "evaluation.json", "metrics.jsonl"}
-    wanted.add("runs/demo/events.out.tfevents.1732215000.4711.0")
-    assert set(repo.files) == wanted
+    assert set(repo.files) == wanted | {"README.md"}
     weights = (finished / "export" / "model.safetensors").read_bytes()
     assert repo.files["model.safetensors"] == weights
     assert f'model="{TO}"' in repo.files["README.md"].decode()
     everything = b"\n".join([*(name.encode() for name in repo.files), *repo.files.values()])
     assert not [secret for secret in (*SECRETS, str(finished)) if secret.encode() in everything]
-    lines = [json.loads(line) for line in repo.files["metrics.jsonl"].splitlines()]
-    assert [line["kind"] for line in lines] == ["train", "eval"] * 3 + ["summary"]
-    assert lines[1]["f1_macro"] == 0.5
-    texts = {key for line in lines for key, value in line.items() if isinstance(value, str)}
-    assert texts == {"kind"}
 
 
 def test_links_of_a_run_from_elsewhere_lead_to_nothing_of_this_machine(run, tmp_path):
     secret = tmp_path / "id_rsa"
     secret.write_text('{"PRIVATE KEY": 1}')
-    shutil.rmtree(run / "tensorboard")
-    (run / "tensorboard").symlink_to(tmp_path)
-    (tmp_path / "events.out.tfevents.1.h.1.0").write_text("PRIVATE")
     os.mkfifo(run / "export/pipe.txt")
     for name in ("export/notes.txt", "export/README.md"):
         (run / name).unlink(missing_ok=True)
         (run / name).symlink_to(secret)
-    files = hub.gathered(run, "demo")
-    contents = [
-        content if isinstance(content, bytes) else content.read_bytes()
-        for content in files.values()
-    ]
-    assert not [content for content in contents if b"PRIVATE" in content]
-    assert "model.safetensors" in files and not {"pipe.txt", "notes.txt"} & files.keys()
-    card_text = files["README.md"]
-    assert isinstance(card_text, bytes) and b"# demo" in card_text  # made anew
-    (run / "evaluation.json").unlink()
-    (run / "evaluation.json").symlink_to(secret)
-    rejects("evaluation.json is a link that leads out of .*demo", hub.gathered, run, "demo")
-
-
-def test_a_dry_run_lists_and_sends_nothing(the_hub, finished, capsys, monkeypatch):
-    monkeypatch.delenv("HF_TOKEN")  # it needs none
-    assert hub_command.main([str(finished), "--to", TO, "--dry-run"]) == 0
-    *files, last = capsys.readouterr().out.splitlines()
-    weights = (finished / "export" / "model.safetensors").stat().st_size
-    assert [f"{weights / 1e6:.3f}", "MB", "model.safetensors"] in [line.split() for line in files]
-    assert len(files) == 9 and last.startswith("nothing was sent")
-    assert the_hub.requests == []
+    files = hub.gathered(run)
+    assert "model.safetensors" in files
+    assert not {"pipe.txt", "notes.txt", "README.md"} & files.keys()
 
 
 def test_a_run_in_s3_is_pushed_from_another_machine(
@@ -205,7 +165,7 @@ def test_a_run_in_s3_is_pushed_from_another_machine(
     assert hub_command.main([bucket.location("demo"), "--to", TO, *flags]) == 0
     result = pushed(the_hub)
     assert result["model.safetensors"] == (finished / "export" / "model.safetensors").read_bytes()
-    assert {"README.md", "evaluation.json", "metrics.jsonl"} <= set(result) and len(result) == 8
+    assert "README.md" in result and len(result) == 6
     # the copy is gone
     assert not [path for path in (tmp_path / "other").rglob("*") if path.is_file()]
 
@@ -258,19 +218,12 @@ def test_labelled_data_comes_from_the_hub(texts, tokenizer_folder, tmp_path):
     )
 
 
-def test_a_run_needs_a_name_and_a_token_to_push_and_only_rank_0_looks(
-    the_hub, tmp_path, monkeypatch
-):
+def test_a_run_needs_a_name_and_a_token_to_push(the_hub, tmp_path, monkeypatch):
     hub.check_push(config(tmp_path))
     rejects("hub.push_to=tweets must be user/name", hub.check_push, config(tmp_path, "tweets"))
     monkeypatch.delenv("HF_TOKEN")
     rejects("no token for the Hugging Face Hub", hub.check_push, config(tmp_path))
     hub.check_push(config(tmp_path, None))
-    ranks = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    with monkeypatch.context() as other:
-        for name, value in ranks.items():
-            other.setenv(name, value)
-        hub.check_push(config(tmp_path))
     (tmp_path / "token").write_text(TOKEN + "\n")  # of `hf auth login`
     hub.check_push(config(tmp_path))
     assert the_hub.requests == []
@@ -310,7 +263,7 @@ def test_who_may_see_it_is_not_a_surprise(the_hub, finished, capsys, there):
     assert pushed(the_hub) == {}
 
 
-@pytest.mark.parametrize("part", ["/api/repos/create", "/api/models/", "/commit/"])
+@pytest.mark.parametrize("part", ["/api/repos/create", "/commit/"])
 def test_what_the_hub_does_not_take_is_pushed_again_by_the_line_in_the_error(
     the_hub, finished, part, capsys
 ):
@@ -325,9 +278,7 @@ def test_what_the_hub_does_not_take_is_pushed_again_by_the_line_in_the_error(
     assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
     again = str(failed.value).split("baretrain hub ")[1].split()
     assert hub_command.main(again) == 1
-    assert re.search(
-        r"error: .* the Hub cannot be reached .*; try again later\n$", capsys.readouterr().err
-    )
+    assert "try again later" in capsys.readouterr().err
     the_hub.faults.clear()
     assert hub_command.main(again) == 0
     assert "model.safetensors" in pushed(the_hub) and the_hub.repos["models", TO].private

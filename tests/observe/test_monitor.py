@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,7 +58,6 @@ def test_readings_are_means_over_time_and_machines_and_errors_are_added_up():
     ("name", "devices", "run_tag", "utilisation", "memory_bytes"),
     [
         ("trn1", 2, "run_a", 1.04, 14e9),
-        ("trn1", 2, "of nobody", 1.04, 14e9),
         ("trn2", 4, "run_a", 0.82, None),  # two of the four idle, and not listed
         ("effective_flops", 1, None, None, None),
     ],
@@ -74,12 +72,6 @@ def test_lines_of_neuron_monitor_give_the_figures_of_all_ranks(
         assert totals["device_utilisation"][0] == pytest.approx(utilisation)
     if memory_bytes is not None:
         assert totals["device_memory_bytes"][0] == memory_bytes
-
-
-def test_a_line_that_lacks_a_value_is_left_out():
-    # a sum over one of two ranks would be neither's nor both's
-    with pytest.raises(AttributeError):
-        totals_of(json.loads(recorded("broken_groups")), num_devices=2, run_tag="run_a")
 
 
 # ---- the tool ------------------------------------------------------------------------------------------------------
@@ -129,27 +121,18 @@ def is_gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_tool_gives_readings_and_is_gone_after_close(tool, log):
-    with opened() as watch:
-        fields = fields_with(watch, "device_utilisation")
-        pid = int(tool.read_text())
-    assert fields["device_memory_bytes"] == 7e9 and fields["host_memory_bytes"] > 0
-    assert not psutil.pid_exists(pid) and not log.records
-
-
-@pytest.mark.parametrize("how", ["killed", "left"])
-def test_the_tool_does_not_outlive_a_run_that_never_closes_it(tool, how):
+def test_the_tool_does_not_outlive_a_run_that_is_killed(tool):
     run = (
         "import os, signal, sys, time\n"
         "from train.observe.monitor import open_monitor\n"
         "watch = open_monitor('neuron', num_devices=2, is_first_on_machine=True, run_tag='run_a').__enter__()\n"
         "while not watch.read()[0]: time.sleep(0.01)\n"
-        f"if {how == 'killed'}: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     ended = subprocess.run(
         [sys.executable, "-c", run], cwd=RECORDED.parents[2], timeout=DEADLINE_S, check=False
     )
-    assert ended.returncode == (-signal.SIGKILL if how == "killed" else 0)
+    assert ended.returncode == -signal.SIGKILL
     eventually(lambda: is_gone(int(tool.read_text())))
 
 
@@ -157,8 +140,6 @@ def test_the_tool_does_not_outlive_a_run_that_never_closes_it(tool, how):
     ("tool_says", "kind", "said"),
     [
         (None, "neuron", "neither on PATH"),
-        (b"\x7fELF of another machine", "neuron", "Exec format"),
-        (b"#!/bin/sh\nexit 3\n", "neuron", "ended (exit code 3)"),
         (b"#!/bin/sh\necho panic\n", "neuron", "ended (exit code 0)"),
         (None, "nvidia", "NVML"),
     ],
@@ -185,10 +166,8 @@ def test_without_a_device_the_host_is_read_by_one_rank_of_a_machine(log):
     assert set(fields) == HOST_ALONE and 0 <= fields["cpu_utilisation"] <= 1
     total = psutil.virtual_memory().total
     assert psutil.Process().memory_info().rss < fields["host_memory_bytes"] < total
-    num_threads = threading.active_count()
     with open_monitor("neuron", num_devices=2, is_first_on_machine=False) as watch:
-        assert threading.active_count() == num_threads
-        assert hardware_fields(watch.read()) == {}
+        assert not watch.thread.is_alive() and hardware_fields(watch.read()) == {}
     assert not log.records
 
 
@@ -233,10 +212,3 @@ def test_nvml_gives_the_devices_of_the_run_and_its_new_errors(gpus, log):
     assert fields["device_memory_bytes"] == 20_000
     assert fields["device_errors"] == 0  # errors of before the run are not the run's
     assert not gpus and not log.records  # it was shut down
-
-
-def test_what_a_device_does_not_support_is_left_out(gpus):
-    del gpus["GPU-ab02"]["ecc"]
-    with opened("nvidia", num_devices=2) as watch:
-        fields = fields_with(watch, "device_utilisation")
-    assert "device_errors" not in fields and "device_memory_bytes" in fields

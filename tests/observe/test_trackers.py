@@ -17,12 +17,10 @@ from running import ROOT, eventually, run, train_overrides
 from services.process import Process, free_port
 from toy import Toy
 
-from train import loop
 from train.config import InputError, TelemetryConfig
 from train.observe import trackers
 from train.run import compose
 from train.run.command import DONE
-from train.run.stopping import StopRequest
 from train.run_folder.run_folder import RunFolder
 from train.tools.bench import measure
 from train.tools.bench.config import BenchConfig
@@ -115,22 +113,13 @@ def test_every_attempt_of_a_run_has_its_id_and_says_how_it_ended(toy, fake):
     assert fake.runs[0].name == "run" and fake.runs[0].settings["optim.lr"] == 0.01
 
 
-@pytest.mark.parametrize("known", [None, 3, "../etc", "A" * 32])
+@pytest.mark.parametrize("known", [None, "../etc"])
 def test_an_id_that_no_run_has_is_replaced(known, tmp_path):
     (tmp_path / "environment.json").write_text(json.dumps({"run_id": known}))
     first, second = (RunFolder(str(tmp_path)).run_id for _ in range(2))
     assert first != second and {len(first), len(second)} == {32}
     (tmp_path / "environment.json").write_text(json.dumps({"run_id": first}))
     assert RunFolder(str(tmp_path)).run_id == first
-
-
-def test_a_measurement_has_no_tracker(toy, fake, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    assert loop.run(toy.config(telemetry=WANDB), StopRequest(), on_line=lambda *_: None) == (
-        "done",
-        6,
-    )
-    assert fake.runs == []
 
 
 def test_measurements_are_of_runs_with_any_tracker():
@@ -249,44 +238,3 @@ def test_a_run_that_fails_and_resumes_is_one_run_of_mlflow(toy, mlflow_server):
     assert run.info.status == "FINISHED" and run.info.run_name == "run" and warnings(toy) == []
     assert run.data.params["max_steps"] == "4" and run.data.params["checkpoint.every"] == "2"
     assert run.data.metrics["train/loss"] == pytest.approx(toy.values("train", "loss")[-1])
-
-
-def test_a_server_of_mlflow_that_dies_costs_one_warning(toy, mlflow_server):
-    toy.train("without")
-
-    def scale(call: int) -> float:
-        if call == 3:
-            eventually(lambda: mlflow_server.steps() == [1, 2])
-            mlflow_server.kill()
-        return 1.0
-
-    toy.losses, toy.scale = 0, scale
-    assert toy.train(telemetry=MLFLOW) == ("done", 6)
-    assert toy.values("train", "loss") == toy.values("train", "loss", "without")
-    (said,) = warnings(toy)
-    assert said.startswith("tracker mlflow: ")
-
-
-STRANGE = [
-    "eval/a//b",
-    "eval/../x",
-    "..",
-    ".",
-    "/a",
-    "a/",
-    "a/./b",
-    "a\x1b\u202e\n",
-    "",
-    "a" * 300,
-    "eval/b\u00a0c",
-]
-
-
-@pytest.mark.parametrize("name", STRANGE, ids=range(len(STRANGE)))
-def test_mlflow_accepts_what_becomes_of_any_name(name):
-    validation = pytest.importorskip("mlflow.utils.validation")
-    key = trackers.mlflow_key(name)
-    validation._validate_metric_name(key)
-    validation._validate_param_name(key)
-    assert len(key) <= validation.MAX_ENTITY_KEY_LENGTH
-    assert trackers.mlflow_key("eval/other_f1 macro") == "eval/other_f1 macro"

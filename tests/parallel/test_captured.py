@@ -319,7 +319,7 @@ def test_a_run_whose_steps_are_recorded_compiles_layers(monkeypatch):
     )
     monkeypatch.setattr(ddp, "open_compiler", lambda *_, **__: compiler)
     backend = ddp.DDP(BackendConfig(device="cpu", compile="layers"))
-    assert backend.captures and backend.compilers.are_busy()  # without torchrun, too
+    assert backend.captures and backend.is_compiling()  # without torchrun, too
     backend.setup_model(torch.nn.Linear(2, 2))
     assert made == [False]
 

@@ -77,36 +77,6 @@ def test_ranks_of_two_machines_meet_again_after_one_was_killed(
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
-# The rank of the second machine compiles one more graph in the fourth step: that takes 9 s.
-COMPILES = """
-import os, sys, time
-rank = os.environ["RANK"]
-from train.parallel.xla import XLA
-step, is_compiling, steps, ends_s = XLA.optimizer_step, XLA.is_compiling, [], 0.0
-
-def compile(self, *arguments):
-    global ends_s
-    steps.append(None)
-    if rank == "1" and len(steps) == 4:
-        ends_s = time.monotonic() + 9
-        time.sleep(9)
-    return step(self, *arguments)
-
-XLA.optimizer_step, XLA.is_compiling = compile, lambda self: time.monotonic() < ends_s or is_compiling(self)
-from train.__main__ import main
-sys.exit(main())
-"""
-
-
-def test_a_machine_waits_for_another_one_that_compiles(machines, prepared, tmp_path):
-    script, log = tmp_path / "script.py", tmp_path / "log"
-    script.write_text(COMPILES)
-    arguments = train_overrides(tmp_path / "run", prepared, "backend=xla", "watchdog.step_s=3")
-    agents = machines.torchrun(script, arguments, env={}, log=log)
-    codes, said = ended(agents), log.with_suffix(".0").read_text()
-    assert codes == [0, 0], said
-
-
 JOINS = """
 import os, socket
 from train.parallel.rendezvous import join

@@ -3,7 +3,7 @@ import pytest
 import torch
 from rejections import rejects
 
-from train.config import InputError, OptimConfig, Plan
+from train.config import OptimConfig, Plan
 from train.parallel.optim import (
     build_optimizer,
     learning_rate,
@@ -30,13 +30,6 @@ def test_schedules_rise_to_the_peak_in_the_warmup_and_never_rest_at_zero(schedul
     assert result[9] == result[10] == max(result) == 1.0
     assert min(result) > 0
     assert result[10:] == sorted(result[10:], reverse=True)
-
-
-def test_schedules_fall_as_their_names_say():
-    halfway = {"linear": 0.5, "cosine": 0.5, "constant": 1.0}
-    assert {name: rates(schedule=name)[55] for name in halfway} == pytest.approx(halfway)
-    assert rates(final_lr_fraction=0.2)[99] == pytest.approx(0.2, abs=0.01)
-    assert rates(warmup=0)[0] == 1.0
 
 
 def test_wsd_is_stable_up_to_its_last_part_wherever_the_length_ends():
@@ -164,30 +157,11 @@ def test_the_head_follows_the_schedule_at_its_own_rate(kind):
     set_learning_rate(optimizer, 1e-3)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    rates_before = [group["lr"] for group in optimizer.param_groups]
-    # a rate that is a tensor stays it: another one would be another graph on XLA
-    set_learning_rate(optimizer, 1e-3)
-    assert all(
-        group["lr"] is rate
-        for group, rate in zip(optimizer.param_groups, rates_before, strict=True)
-    ) or (kind != "capturable")
     optimizer.step()  # Adam's first step is the rate, but for the decay
     moved = [
         (old - new).mean().item() for old, new in zip(before, model.parameters(), strict=True)
     ]
     assert moved == pytest.approx([1e-3] * 4 + [5e-3] * 2, rel=0.02)
-
-
-def test_without_a_rate_of_its_own_the_head_learns_like_the_rest_and_without_a_head_there_is_no_rate():
-    model, head = encoder_and_head()
-    optimizer = build_optimizer(OptimConfig(), model.parameters(), head=head)
-    set_learning_rate(optimizer, 0.25)
-    assert rates_of(optimizer, model.parameters()) == {0.25: 6}
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0, 0.01, 0.0]
-    with pytest.raises(
-        InputError, match="optim.head_lr=0.005 needs a task whose head begins with random weights"
-    ):
-        build_optimizer(OptimConfig(head_lr=5e-3), model.parameters())
 
 
 def saved(optimizer):

@@ -11,15 +11,13 @@ from run_results import assert_same_run, losses
 from running import ROOT, lines, run, train_here, train_overrides
 from saved_steps import cut_back
 
-from launch.estimate import estimate
-from train.config import ModelConfig, PipelineConfig, TrainConfig, make_plan
+from train.config import ModelConfig, PipelineConfig
 from train.models.chain import KNOWN, Chain
 from train.models.encoder import build_masked_lm
 from train.models.heads import build_with_head
 from train.observe.report import page
 from train.observe.report import run as report_run
 from train.parallel.pipeline import cut
-from train.run import compose as cli
 
 S, V, LAYERS, ROWS = 12, 101, 4, 4
 NO_DROPOUT = ["model.hidden_dropout=0", "model.attention_dropout=0"]
@@ -86,10 +84,7 @@ def test_four_interleaved_stages_are_one_model_and_the_bubble_and_each_memory_ar
     assert facts[0]["parameters"] == facts[1]["parameters"]
     summary = lines(four, "summary")[0]
     assert summary["tokens"] == lines(alone["bert"], "summary")[0]["tokens"]
-    # 4 stages, 4 micro batches through 2 parts each
-    assert summary["bubble_share_ideal"] == 3 / 11
-    assert all(0 < line["bubble_share"] < 1 for line in (*lines(four, "train"), summary))
-    assert len(summary["peak_bytes_of_ranks"]) == 4 and min(summary["peak_bytes_of_ranks"]) > 2**20
+    assert all(0 < line["bubble_share"] < 1 for line in lines(four, "train"))
     assert not any("bubble" in key for line in lines(alone["bert"], "summary") for key in line)
     rows = dict(page.table([report_run.read_run(four)]))
     assert rows["Pipeline bubble"].endswith("%")
@@ -220,15 +215,6 @@ def test_parts_that_hold_only_their_weights_give_the_gradients_of_the_whole(arch
             )
 
 
-def test_the_head_counts_in_the_cut():
-    model = built("tokens", config("bert", vocab_size=4000, num_layers=8))
-    model.head_share = 1.0
-    chain = Chain(model)
-    assert [len(part) for part in chain.cut(2)] != [4, 4] and len(chain.cut(2)[1]) < 4
-    model.head_share = 0.0
-    assert [len(part) for part in Chain(model).cut(2)] == [4, 4]
-
-
 # ---- what is rejected -----------------------------------------------------------------------------------------------
 
 
@@ -256,36 +242,3 @@ def convolving():
 )
 def test_a_model_that_cannot_be_cut_is_rejected(model, message):
     rejects(message, cut, model, PipelineConfig(stages=3))
-
-
-def estimated(cfg):
-    """What the launcher says of one machine of 8 devices."""
-    return estimate(cfg, nodes=1, processes_per_node=8, seq_len=128, rows=10_000)
-
-
-def test_the_published_recipe_is_planned():
-    given = [
-        "experiment=mnli_roberta_large",
-        "instance=g4dn.12xlarge",
-        "instance.devices=8",
-        *pipeline(4, 4, "interleaved"),
-    ]
-    cfg = cli.load_config(TrainConfig, [*given, "backend.precision=fp32"])
-    # of three layers each
-    assert isinstance(cfg.parallel, PipelineConfig) and cfg.parallel.num_parts == 8
-    plan = make_plan(cfg, world_size=8, rows=10_000, seq_len=cfg.seq_len)
-    assert (plan.world_size, plan.replicas, plan.micro_batch_size, plan.accumulation) == (
-        8,
-        2,
-        8,
-        1,
-    )
-    expected = estimated(cfg)
-    assert (expected.replicas, expected.micro_batch_size, expected.accumulation) == (2, 8, 1)
-    for options, reason in {
-        "backend.precision=auto": "does not work with backend.precision=fp16",  # which this machine would choose
-        "parallel.stages=3": "parallel.stages=3 does not divide the 8 ranks",
-    }.items():
-        more = [*options.split(), *(["parallel.micro_batches=3"] if "stages" in options else [])]
-        cfg = cli.load_config(TrainConfig, [*given, "backend.precision=fp32", *more])
-        rejects(reason, estimated, cfg)

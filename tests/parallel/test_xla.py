@@ -3,8 +3,6 @@
 Counts are taken in processes of their own: within one, a second run finds the graphs of the first.
 """
 
-import itertools
-
 import pytest
 import torch
 from run_results import assert_same_weights, losses
@@ -135,19 +133,6 @@ def test_without_functionalization_the_numbers_are_the_same(
 
 
 @pytest.mark.slow
-def test_a_model_without_shared_layers_is_one_graph_as_well(prepared, tmp_path):
-    bert = [
-        "model.architecture=bert",
-        "model.embedding_size=null",
-        "model.hidden_dropout=0",
-        "eval_every=6",
-    ]
-    train(tmp_path / "ddp", prepared, *bert)
-    train(tmp_path / "xla", prepared, *bert, *XLA)  # a graph too many would end it
-    assert_same_curve(tmp_path / "xla", tmp_path / "ddp")
-
-
-@pytest.mark.slow
 def test_two_ranks_are_one_with_the_double_batch(finished, prepared, tmp_path):
     result = run(train_overrides(tmp_path / "run", prepared, *XLA, "micro_batch_size=2"), ranks=2)
     assert result.returncode == 0, result.stderr
@@ -231,30 +216,6 @@ def read_after_each_step(monkeypatch, read, run_dir, prepared, *options):
     return values
 
 
-@pytest.mark.slow
-def test_batches_per_execution_is_the_number_of_micro_batches_in_a_graph(
-    xla, prepared, tmp_path, monkeypatch
-):
-    """It does not change what is learnt."""
-    import torch_xla.core.xla_model as xm
-    import torch_xla.debug.metrics as metrics
-
-    def executed():
-        xm.wait_device_ops()
-        return metrics.metric_data("ExecuteTime")[0]
-
-    two = ["micro_batch_size=4", "log_every=6"]
-    for name, options, wanted in (
-        ("a", two, 2),
-        ("b", [*two, "backend.batches_per_execution=2"], 1),
-    ):
-        counts = read_after_each_step(monkeypatch, executed, tmp_path / name, prepared, *options)
-        assert [after - before for before, after in itertools.pairwise(counts)] == [wanted] * 5
-        assert lines(tmp_path / name, "eval")[-1]["loss"] == pytest.approx(
-            lines(xla, "eval")[-1]["loss"], rel=LOSS
-        )
-
-
 def test_nothing_is_read_from_the_device_between_lines(prepared, tmp_path, monkeypatch):
     import torch_xla.debug.metrics as metrics
 
@@ -292,27 +253,3 @@ def test_activation_checkpointing_with_dropout_draws_the_same_units_again(prepar
     train(tmp_path / "kept", prepared, *options)
     train(tmp_path / "again", prepared, *options, AGAIN)
     assert_same_curve(tmp_path / "again", tmp_path / "kept")
-
-
-# That a setting takes effect: equal numbers would not show that it was ignored.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "calls"),
-    [(XLA, 3), ([*XLA, AGAIN], 6), (["backend=ddp", AGAIN], 6)],
-    ids=["once", "again", "ddp again"],
-)
-def test_the_shared_layer_is_called_as_often_as_it_is_traced(
-    prepared, tmp_path, monkeypatch, options, calls
-):
-    """In a step of depth 3."""
-    from transformers.models.albert.modeling_albert import AlbertLayer
-
-    trained, original = [], AlbertLayer.forward
-
-    def forward(self, *args, **kwargs):
-        trained.extend([1] * self.training)
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(AlbertLayer, "forward", forward)
-    train(tmp_path / "run", prepared, "model.num_layers=3", *ONE_STEP, *options)
-    assert len(trained) == calls

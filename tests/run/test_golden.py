@@ -174,13 +174,18 @@ def test_shards_and_tables_are_those_recorded(inputs: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["multilabel", "regress", "ner", "qa"])
-def test_a_task_is_the_same_on_two_ranks_and_through_xla(name: str, inputs: Path, tmp_path: Path):
-    """Without dropout, whose draws belong to a rank."""
+def test_a_task_is_the_same_at_any_length_on_two_ranks_and_through_xla(
+    name: str, inputs: Path, tmp_path: Path
+):
+    """Without dropout, whose draws belong to a rank and a shape."""
     still = ["model.hidden_dropout=0", "model.attention_dropout=0", "max_steps=4", "eval_every=4"]
     given = {"settings": [*GOLDEN[name]["settings"], *still], "ranks": 1}
     train(given, inputs, tmp_path / "one")
     others = {"two": {**given, "ranks": 2}}
     others["two"]["settings"] = [*given["settings"], "micro_batch_size=4"]
+    for where, lengths in {"own": "[]", "one": "[32]"}.items():
+        more = [f"data.lengths={lengths}", "micro_batch_size=2"]
+        others[f"{where}_length"] = {**given, "settings": [*given["settings"], *more]}
     if name != "qa":
         pytest.importorskip("torch_xla")
         others["xla"] = {**given, "settings": [*given["settings"], "backend=xla"]}

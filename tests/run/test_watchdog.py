@@ -302,7 +302,6 @@ def container(tmp_path, monkeypatch):
         ("0::/job/step", "cgroup/job/step/memory.events"),
         ("0::/of_the_host", "cgroup/memory.events"),
         ("0::/\udca0\u2028", "cgroup/memory.events"),
-        ("5:cpu,memory:/job\n0::/", "cgroup/memory/job/memory.oom_control"),
         ("5:cpu:/job", "proc/vmstat"),
     ],
 )
@@ -337,18 +336,6 @@ def test_the_kernels_count_of_kills_is_that_of_the_cgroup_if_there_is_one(
             5000,
         ),
         ("0::/../../elsewhere", {"cpu.max": "100000 100000", "memory.max": "7000"}, 1, 7000),
-        (
-            "2:cpu,cpuacct:/a\n3:memory:/a",
-            {"cpu/a/cpu.cfs_quota_us": "100000", "memory/a/memory.limit_in_bytes": "9000"},
-            1,
-            9000,
-        ),
-        (
-            "2:cpu:/\n3:memory:/",
-            {"cpu/cpu.cfs_quota_us": "-1", "memory/memory.limit_in_bytes": f"{2**63 - 4096}"},
-            None,
-            None,
-        ),
         ("0::/", {"cpu.max": "max 100000", "memory.max": "max"}, None, None),
     ],
 )

@@ -1,31 +1,28 @@
 """The lines of a run: what is written is whole and read again, and curves that fail end only themselves."""
 
 import errno
-import importlib.abc
 import io
 import json
+import logging
+import multiprocessing
 import os
 import re
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 from rejections import rejects
 from running import train_here
+from tqdm import tqdm
 
-from launch.run_progress import TAIL_BYTES, read_progress
 from train.checkpoints.saver import AsyncSaver
 from train.config import S3Config
 from train.observe.journal import Journal
 from train.observe.lines import read_back, read_lines
-from train.run import goodput
 from train.run_folder import metrics_files as parts
-from train.run_folder.outcome import Outcome, read_outcome
 from train.run_folder.ownership import LeaseLost
-from train.run_folder.run_folder import RunFolder
+from train.run_folder.run_folder import RunFolder, TerminalHandler
 from train.storage import atomic_io
-from train.storage.folders import LocalFolder
 
 LINE = {"kind": "train", "attempt": 1, "time_unix_s": 1.0, "step": 1}
 
@@ -141,43 +138,6 @@ def test_the_lines_of_the_steps_before_a_checkpoint_are_written_before_it(
 
 
 @pytest.mark.parametrize(
-    "error", [TypeError("Descriptors\ncannot"), ImportError("notf"), AttributeError("version")]
-)
-def test_tensorboard_that_cannot_be_imported_is_warned_of_once(folder, monkeypatch, caplog, error):
-    class Finder(importlib.abc.MetaPathFinder):
-        def find_spec(self, name, path, target=None):
-            if name.startswith(("torch.utils.tensorboard", "tensorboard")):
-                raise error
-
-    for name in [
-        name for name in sys.modules if name.startswith(("torch.utils.tensorboard", "tensorboard"))
-    ]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
-    journal = open_journal(folder, tensorboard=True)
-    journal.write("train", {"step": 1, "loss": 2.0}, lambda: [][0])  # the console may fail too
-    journal.write("train", {"step": 2, "loss": 3.0})
-    journal.close()
-    assert [line["loss"] for line in read_lines(folder.local)] == [2.0, 3.0]
-    assert (
-        caplog.text.count(
-            f"{type(error).__name__}: {str(error).splitlines()[0]}; the run continues"
-        )
-        == 1
-    )
-
-
-def test_curves_that_the_disk_does_not_take_cost_one_warning(folder, caplog):
-    folder.tensorboard.write_text("a file where the folder would be")
-    journal = open_journal(folder, tensorboard=True)
-    for step in (1, 2, 3):
-        journal.write("eval", {"step": step, "loss": 2.0})
-    journal.close()
-    assert caplog.text.count("TensorBoard's files") == 1
-    assert [line["loss"] for line in read_lines(folder.local)] == [2.0] * 3
-
-
-@pytest.mark.parametrize(
     "bad", ["{", "[" * 99_999, "[1]", {"step": -1}, {"step": 2**63}, {"kind": 3}, {"attempt": "1"}]
 )
 def test_a_damaged_line_is_left_out_and_named(folder, bad):
@@ -211,62 +171,26 @@ def test_lines_are_the_same_from_either_end(folder, monkeypatch, number):
     assert list(read_back(folder.local, containing=b'"step": 1,'))[::-1] == lines[1:2]
 
 
-class Counting(LocalFolder):
-    """Counts what is read of files."""
-
-    num_bytes = 0
-
-    def open(self, name):
-        file, count = super().open(name), self.count
-
-        class File(io.BufferedReader):
-            def read(self, size=-1):
-                content = super().read(size)
-                count(len(content))
-                return content
-
-        return File(file.detach())
-
-    def count(self, num_bytes):
-        self.num_bytes += num_bytes
-
-
-def test_a_start_and_launch_status_read_the_end_of_a_long_file(folder):
-    """What a resume after a kill needs, also where lines follow on its checkpoint: attempt, cost, steps lost, saves."""
-    row = json.dumps({**LINE, "cost_usd": 2.5, "text": "x" * 300})
-    step = json.dumps({**LINE, "step": 990})
-    save = json.dumps({**LINE, "kind": "checkpoint", "step": 990})
-    later = [json.dumps({**LINE, "step": at, "cost_usd": 3.5}) for at in (991, 995)]
-    folder.metrics.write_text("\n".join([*[row] * 30_000, step, save, *later, '{"kind": "tr']))
-    size = folder.metrics.stat().st_size
-    folder.local = Counting(folder.path)
-    journal = open_journal(folder)
-    assert (journal.attempt, journal.cost_before_usd) == (2, 3.5)
-    assert goodput.lost(folder.local, {}, None, attempt=2, step=990).steps == 5
-    assert goodput.newest_saved(folder.local) == 990
-    assert folder.local.num_bytes <= 8 * parts.BLOCK_BYTES < size / 10
-    assert size - folder.metrics.stat().st_size == len('{"kind": "tr')
-    status = Counting(folder.path)
-    assert (read_progress(status).step, read_progress(status).cost_usd) == (995, 3.5)
-    assert status.num_bytes <= 2 * (TAIL_BYTES + parts.BLOCK_BYTES + 100) < size
-
-
-def test_the_end_of_a_lost_folder_is_not_recorded(folder):
-    folder.log.mkdir()
-    folder.lines.append(b"{}\n")
-    folder.outcome(Outcome("done", "done", "done", 3, 3, goes_on=False))
-
-    def lose():
-        raise LeaseLost("another job has it")
-
-    folder.ownership.check = lose
-    folder.lines.kept += b"late\n"
-    folder.outcome(Outcome("failed", "x", "x", 4, 4, goes_on=False))
-    assert read_outcome(folder.storage)["step"] == 3 and folder.metrics.read_bytes() == b"{}\n"
-
-
 def test_a_line_without_an_end_is_not_read_as_a_whole(folder):
     folder.metrics.touch()
     os.truncate(folder.metrics, 2**40)  # it takes no space on the disk
     rejects("a line of metrics.jsonl has more than", list, read_lines(folder.local))
     rejects("a line has more than", list, read_back(folder.local))
+
+
+def test_a_process_that_is_killed_while_it_logs_does_not_silence_the_others(capsys):
+    """As the prefetching process is, when a run ends."""
+
+    def write_and_end() -> None:
+        tqdm.get_lock().acquire()
+        os._exit(0)
+
+    handler, record = TerminalHandler(), logging.makeLogRecord({"msg": "still here"})
+    handler.emit(record)
+    child = multiprocessing.get_context("fork").Process(target=write_and_end)
+    child.start()
+    child.join()
+    thread = threading.Thread(target=handler.emit, args=(record,), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive() and capsys.readouterr().err == "still here\n" * 2

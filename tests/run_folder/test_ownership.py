@@ -92,28 +92,19 @@ def test_an_environment_that_is_damaged_or_another_programs_makes_no_run_folder(
     rejects(r"has files of another program \(environment.json\)", check, folder)
 
 
-@pytest.mark.parametrize(
-    ("name", "make"),
-    [
-        ("log", Path.touch),
-        ("export", Path.touch),
-        ("metrics.jsonl", Path.mkdir),
-        ("metrics.jsonl", os.mkfifo),
-    ],
-)
-def test_a_name_of_a_run_that_is_of_another_kind_is_rejected(folder, name, make):
-    folder.path.mkdir()
-    make(folder.path / name)
-    rejects(f"{name} must be a f(ile|older)", check, folder)
-    if make is os.mkfifo:
-        rejects("it is a pipe", folder.storage.read, name)
+@pytest.mark.parametrize("name", ["metrics.jsonl", "log/rank_0000.txt"])
+def test_a_pipe_in_place_of_a_file_is_rejected(folder, name):
+    (folder.path / "log").mkdir(parents=True)
+    os.mkfifo(folder.path / name)
+    rejects(" is a pipe; move it away", check, folder)
+    rejects("it is a pipe", folder.storage.read, name)
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "log/rank_0000.txt", "checkpoints"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "log/rank_0000.txt"])
 def test_a_run_whose_files_belong_to_another_user_is_rejected_before_anything_changes(
     folder, name, monkeypatch
 ):
-    put(folder, "environment.json"), put(folder, f"{name}/1" if name == "checkpoints" else name)
+    put(folder, "environment.json"), put(folder, name)
     monkeypatch.setattr(os, "access", lambda path, mode: path != folder.path / name)
     rejects(
         f"{Path(name).name}: this user may not write it; choose a folder of your own",
@@ -165,13 +156,6 @@ def test_a_run_writes_through_no_link_to_a_file(tmp_path, name):
     link.unlink()
     (tmp_path / "run/checkpoints").symlink_to(tmp_path)  # on another disk
     check(RunFolder(str(tmp_path / "run")))
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir])
-def test_a_run_writes_to_no_pipe(tmp_path, make):
-    (tmp_path / "run/log").mkdir(parents=True)
-    make(tmp_path / "run/log/rank_0000.txt")
-    rejects("rank_0000.txt must be a file", check, RunFolder(str(tmp_path / "run")))
 
 
 def take_over(storage, number=2):

@@ -7,23 +7,18 @@ import os
 import re
 import shutil
 import signal
-import threading
 
 import pytest
 from forks import start_forked
 from running import eventually, lines, train_config, train_overrides
-from services.fault_proxy import Fault, line_of
+from services.fault_proxy import Fault
 
 from train import entry, loop
-from train.checkpoints.saver import SavesFail
 from train.checkpoints.store import LocalStore
 from train.checkpoints.store_s3 import S3Store
 from train.observe.lines import read_back, read_lines
-from train.run import checkpoint_manager, stopping
-from train.run.checkpoint_manager import CheckpointManager
+from train.run import stopping
 from train.run.stopping import StopRequest
-from train.run_folder import run_folder
-from train.run_folder.outcome import Outcome, read_outcome
 from train.run_folder.run_folder import RunFolder
 from train.storage import atomic_io
 from train.storage.folders import open_folder
@@ -138,7 +133,7 @@ def test_a_machine_that_vanishes_while_it_saves_is_followed_by_another(
     }
 
 
-def test_the_metrics_go_before_the_manifest_and_requests_are_few(bucket, prepared, monkeypatch):
+def test_the_metrics_go_before_the_manifest(bucket, prepared, monkeypatch):
     """A machine that is killed after a commit takes no line with it that the checkpoint has seen."""
     create, reached = S3Folder.create, {}
 
@@ -164,64 +159,6 @@ def test_the_metrics_go_before_the_manifest_and_requests_are_few(bucket, prepare
     assert list(reached) == [1, 2, 3, 4, 5, 6, 7, 8] and all(
         last >= step for step, last in reached.items()
     )
-    seen = [line_of(request) for request in bucket.proxy.requests()]
-    listed = {re.search(r"[?&]prefix=([^&]*)", line)[1] for line in seen if "list-type" in line}
-    assert listed == {"run%2F", "run%2Flease%2F", "run%2Fmetrics%2F", "run%2Fcheckpoints%2F"}
-    assert (
-        sum("delimiter" in line for line in seen)
-        == sum("prefix=run%2F&" in line for line in seen)
-        == 1
-    )
-    commits = [
-        number for number, line in enumerate(seen) if re.match("PUT .*/manifest.json", line)
-    ]
-    assert len(commits) == 8
-    # that is asked for by the clock
-    one_save = [line for line in seen[commits[5] : commits[6]] if "/STOP" not in line]
-    assert len(one_save) <= 38, "\n".join(one_save)
-
-
-def test_a_run_whose_last_save_s3_did_not_take_goes_on_from_it_once_it_is_uploaded(
-    bucket, prepared, monkeypatch
-):
-    """By hand, as docs/faults.md says. No step is done twice, and no line is missing."""
-
-    def leave(checkpoints):
-        if checkpoints.recorder.progress.step == 5:
-            checkpoints.saver.wait()
-            bucket.proxy.set(Fault("status"))
-        return checkpoints.recorder.progress.step == 3
-
-    with (
-        monkeypatch.context() as away,
-        pytest.raises(SavesFail, match="saving step 6: .*; step 6 is complete in "),
-    ):
-        away.setattr(CheckpointManager, "is_due", leave)
-        away.setattr(checkpoint_manager, "PATIENCE_S", 0)
-        train(bucket, prepared)
-    bucket.proxy.set()
-    local = RunFolder(bucket.location("run"), bucket.config()).path
-    (kept,) = (local / "staging/saving").iterdir()
-    assert bucket.keys("run/outcome.json") == []
-
-    # this process holds it for ever
-    bucket.client.delete_object(Bucket=bucket.name, Key="run/lease/00000001.json")
-    step = f"run/checkpoints/{kept.name.partition('.')[0]}"
-    upload(bucket, kept, f"{step}/{json.loads((kept / 'manifest.json').read_bytes())['folder']}")
-    bucket.put(f"{step}/manifest.json", (kept / "manifest.json").read_bytes())
-    assert train(bucket, prepared, "max_steps=8") == ("done", 8)
-    assert [line["step"] for line in lines_of(bucket, "train")] == [1, 2, 3, 4, 5, 6, 7, 8]
-    (fault,) = (line["reason"] for line in lines_of(bucket, "fault") if "ended" in line["reason"])
-    assert "the last attempt ended (killed, without an outcome)" in fault
-    assert not kept.exists()
-
-
-def upload(bucket, folder, prefix):
-    """`aws s3 cp --recursive`, without manifests and what waits to be sent."""
-    for path in folder.rglob("*"):
-        name = path.relative_to(folder).as_posix()
-        if path.is_file() and name != "manifest.json" and not name.startswith("staging/"):
-            bucket.put(f"{prefix}/{name}", path.read_bytes())
 
 
 # ---- this machine's copy --------------------------------------------------------------------------------------------
@@ -285,17 +222,6 @@ def test_a_run_goes_on_where_it_was_copied_to(bucket, tmp_path):
     assert steps_in(on_disk.local) == [1, 2, 3]
 
 
-def test_a_long_file_is_uploaded_again_only_after_a_while_and_at_the_end(bucket, monkeypatch):
-    monkeypatch.setattr(run_folder, "SMALL_BYTES", 100)
-    in_s3, folder = open_folder(bucket.location("run"), bucket.config()), opened(bucket)
-    for step in range(5):
-        write_lines(folder, [step])
-        folder.mirror()
-    assert steps_in(in_s3) == [0, 1]
-    folder.mirror(is_last=True)
-    assert steps_in(in_s3) == [0, 1, 2, 3, 4]
-
-
 def test_a_run_removed_from_s3_leaves_nothing_to_a_new_one_of_its_name(bucket):
     folder = opened(bucket)
     write_lines(folder, [1])
@@ -304,37 +230,7 @@ def test_a_run_removed_from_s3_leaves_nothing_to_a_new_one_of_its_name(bucket):
     assert steps_in(opened(bucket).local) == []
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_outcome_of_an_attempt_is_gone_while_the_next_one_runs(bucket, monkeypatch, rank):
-    folder = opened(bucket)
-    for name, value in {
-        "RANK": rank,
-        "WORLD_SIZE": 2,
-        "MASTER_ADDR": "here",
-        "MASTER_PORT": 29500,
-    }.items():
-        monkeypatch.setenv(name, str(value))
-    folder.outcome(Outcome("failed", "x", "x", None, None, goes_on=True, launch=[]))
-    assert read_outcome(folder.storage)["kind"] == "x"
-    monkeypatch.setenv("RANK", "0")
-    later = opened(bucket)
-    assert later.previous["kind"] == "x" and not read_outcome(later.storage)
-    later.put_back_outcome()
-    assert read_outcome(later.storage)["kind"] == "x"
-
-
 MAY_NOT_DELETE = Fault("status", match="^DELETE", code=403, error="AccessDenied")
-
-
-def test_an_outcome_that_may_not_be_deleted_does_not_pass_for_that_of_the_next_attempt(bucket):
-    ends = [Outcome("failed", kind, "x", None, None, goes_on=True) for kind in ("first", "second")]
-    opened(bucket).outcome(ends[0])
-    bucket.proxy.set(MAY_NOT_DELETE)
-    folder = opened(bucket)
-    assert folder.previous["kind"] == "first" and read_outcome(folder.storage) == {}
-    for end in reversed(ends):
-        folder.outcome(end)
-    assert read_outcome(folder.storage)["kind"] == "second"  # the first one of an attempt stays
 
 
 def test_a_role_that_may_not_delete_trains_on_and_is_told_once(
@@ -357,32 +253,13 @@ def test_a_role_that_may_not_delete_trains_on_and_is_told_once(
     assert 5 < step < 100000 and opened(bucket).previous["outcome"] == "stopped"
 
 
-def test_a_mirror_that_comes_while_one_is_under_way_waits_for_it(bucket, monkeypatch):
-    """The thread that saves, slow on its way, and the end of the run: the newest content stays."""
-    folder, write = opened(bucket), S3Folder.write
-    write_lines(folder, [1])
-    second = threading.Thread(target=folder.mirror)
-
-    def write_slowly(self, name, content):
-        if not second.ident:
-            write_lines(folder, [2])
-            second.start()
-            assert not folder.mirroring.acquire(blocking=False)  # for which the second one waits
-        return write(self, name, content)
-
-    monkeypatch.setattr(S3Folder, "write", write_slowly)
-    folder.mirror()
-    second.join()
-    assert steps_in(folder.storage) == [1, 2]
-
-
 # ---- before the start -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("fault", "code", "words"),
     [
-        (Fault("status"), 1, r"failed: s3://.*: S3 answers 503 SlowDown, 7 times"),
+        (Fault("status"), 1, r"failed: s3://.*: S3 answers 503 SlowDown, 6 times"),
         (
             Fault("status", code=403, error="AccessDenied"),
             2,
@@ -405,7 +282,5 @@ def test_an_s3_that_cannot_be_used_is_reported_in_one_line(
     monkeypatch.setattr(entry.logger, "propagate", False)  # as in a process that has not begun
     assert entry.main(arguments) == code
     err = capsys.readouterr().err
-    assert re.fullmatch(f"(starting [^\n]*\n)?(waiting for S3: [^\n]*\n)?{words}[^\n]*\n", err), (
-        err
-    )
+    assert re.fullmatch(f"(starting [^\n]*\n)?{words}[^\n]*\n", err), err
     assert bucket.keys() == []

@@ -3,7 +3,6 @@
 import pytest
 from botocore import exceptions
 
-from launch.ec2.api import CURES
 from train.config import InputError, Unreachable
 from train.storage.aws_errors import BadCredentials, Rejected, explained
 
@@ -63,36 +62,3 @@ def test_the_value_of_a_header_is_not_shown():
     ):
         raise failure
     assert "a-token" not in str(raised.value)
-
-
-CURES_OF = {  # what stands in the line, and for which codes
-    "ask AWS for a higher quota": "VcpuLimitExceeded MaxSpotInstanceCountExceeded InstanceLimitExceeded",
-    "name other subnets": "Unsupported",
-    "name a larger subnet": "InsufficientFreeAddressesInSubnet",
-    "baretrain launch setup makes": "UnauthorizedOperation AccessDenied InvalidPlacementGroup.Unknown",
-    "aws sso login": "ExpiredToken",
-    "clock is wrong": "RequestExpired",
-    "aws sts get-caller-identity": "AuthFailure InvalidClientTokenId",
-    "aws configure": "SignatureDoesNotMatch",
-    "enable the region": "OptInRequired",
-    "AWS support": "AllAccessDisabled AccountProblem",
-    "aws s3api restore-object": "InvalidObjectState",
-    "enable the key": "KMS.DisabledException KMS.KMSInvalidStateException",
-    "cluster.image": "InvalidAMIID.NotFound",
-    "cluster.subnets": "InvalidSubnetID.NotFound",
-    "cluster.capacity_reservation": "InvalidCapacityReservationId.NotFound",
-}
-
-
-@pytest.mark.parametrize(("cure", "codes"), CURES_OF.items())
-def test_an_answer_that_says_no_is_one_line_with_the_cure(cure, codes):
-    for code in codes.split():
-        with pytest.raises(InputError) as raised, explained("here", cures=CURES):
-            raise exceptions.ClientError(
-                {"Error": {"Code": code, "Message": "no"}}, "RunInstances"
-            )
-        assert (
-            cure in str(raised.value)
-            and code in str(raised.value)
-            and "\n" not in str(raised.value)
-        )

@@ -44,21 +44,6 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_new_folder_is_this_users_alone_and_links_are_followed_once(tmp_path, monkeypatch):
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    before = os.umask(0)
-    try:
-        # which no link leads to later
-        assert caches.private_folder(tmp_path / "link/a", "X") == tmp_path / "real/a"
-    finally:
-        os.umask(before)
-    assert [mode(tmp_path / "real" / name) for name in ("", "a")] == [0o700, 0o700]
-    (tmp_path / "open").mkdir(0o755)
-    # of the user, who lets others read
-    assert mode(caches.unshared_folder(tmp_path / "open", "X")) == 0o755
-    assert mode(caches.private_folder(tmp_path / "open", "X")) == 0o700
-
-
 @pytest.mark.parametrize(
     ("folder", "parent", "says"),
     [
@@ -80,17 +65,6 @@ def test_a_folder_that_others_can_write_to_or_replace_is_refused(tmp_path, folde
         rejects(
             f"{says} .*set X to another", caches.private_folder, tmp_path / "parent/cache", "X"
         )
-
-
-def test_a_folder_of_another_user_is_refused_but_below_one_of_root_is_not(tmp_path, monkeypatch):
-    owner = tmp_path.stat().st_uid
-    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-    rejects(
-        f"belongs to user {owner}, and you are {owner + 1}", caches.private_folder, tmp_path, "X"
-    )
-    of_root = os.stat_result([0o40755, 0, 0, 0, 0, *[0] * 5])
-    assert caches.foreign_fault(of_root, is_parent=True) is None
-    assert caches.foreign_fault(of_root, is_parent=False)
 
 
 def ddp(**settings):
@@ -145,54 +119,23 @@ def test_on_a_disk_that_runs_no_code_compiling_is_refused_and_auto_goes_without(
     assert "xdg can be written to by others" in compile_fault()
 
 
-@pytest.mark.parametrize(
-    ("given", "is_known", "wanted"),
-    [
-        ({}, True, {}),
-        ({"HOME": "home"}, True, {}),
-        ({"HOME": "home", "USER": "me"}, False, {}),
-        ({}, False, {"HOME": "own"}),
-        (
-            {"HOME": "closed"},
-            False,
-            {"XDG_CACHE_HOME": "own/.cache", "XDG_STATE_HOME": "own/.local/state"},
-        ),
-        ({"HOME": "closed", "XDG_CACHE_HOME": "/x"}, True, {"XDG_STATE_HOME": "own/.local/state"}),
-        (
-            {"HOME": "cached"},
-            True,
-            {"XDG_STATE_HOME": "own/.local/state"},
-        ),  # a cache that may only be read has models
-    ],
-)
-def test_a_user_whom_the_machine_does_not_know_has_a_name_a_home_and_a_cache(
-    home, monkeypatch, given, is_known, wanted
-):
-    """As with `docker run --user 955`, with or without a home that may be written to."""
-    for folder in ("home", "closed", "cached/.cache"):
-        (home / folder).mkdir(parents=True)
-    monkeypatch.setattr(os, "access", lambda path, _: Path(path).name not in ("closed", "cached"))
-    known = pwd.getpwuid(os.getuid())
-    monkeypatch.setattr(pwd, "getpwuid", lambda _: known if is_known else {}[0])
-    own = str(home / f"baretrain-home-{os.getuid()}")
-    environ = {
-        name: str(home / value) if name == "HOME" else value for name, value in given.items()
-    }
-    before = dict(environ)
+def test_a_user_whom_the_machine_does_not_know_has_a_name(monkeypatch):
+    """As with `docker run --user 955`."""
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.setenv(name, "")
+    environ = {}
     settle(environ)
-    added = {
-        name: value.replace(own, "own") for name, value in environ.items() if name not in before
-    }
-    name = {} if is_known or "USER" in given else {"LOGNAME": f"user{os.getuid()}"}
-    assert added == {**wanted, **name}
-    assert not wanted.keys() & {"HOME", "XDG_STATE_HOME"} or mode(Path(own)) == 0o700
+    assert environ == {}
+    monkeypatch.setattr(pwd, "getpwuid", lambda number: {}[number])
+    settle(environ)
+    assert environ == {"LOGNAME": f"user{os.getuid()}"}
 
 
 def test_neurons_graphs_lie_below_our_cache(home):
     graphs = home / "xdg/baretrain/neuron"
     assert caches.place_graphs({}) == {"NEURON_COMPILE_CACHE_URL": str(graphs)}
     assert mode(graphs) == 0o700
-    assert caches.place_graphs({"NEURON_CC_FLAGS": "--cache_dir=s3://bucket/x"}) == {}
+    assert caches.place_graphs({"NEURON_COMPILE_CACHE_URL": "s3://bucket/x"}) == {}
 
 
 # ---- what is another user's -----------------------------------------------------------------------------------------
@@ -238,21 +181,6 @@ def test_the_output_of_a_slurm_job_goes_where_no_other_user_can_have_put_a_file(
 def test_a_cache_that_another_user_made_first_is_not_used(home, monkeypatch):
     cache = home / "xdg" / "baretrain"
     assert host.cache_root() == cache and mode(cache) == 0o700
-    facts, me = cache.lstat(), os.geteuid()
-
-    def of(owner, parent):
-        def stat_of(path, **_):
-            number = {cache: owner, cache.parent: parent}.get(path, me)
-            return os.stat_result([*facts[:4], number, *facts[5:]])
-
-        return stat_of
-
-    for owner, parent, is_used in ((me, 0, True), (me + 5, me + 5, True), (me + 5, me, False)):
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, "stat", of(owner, parent))
-            patch.setattr(Path, "lstat", of(owner, parent))
-            patch.setattr(Path, "chmod", lambda *_: None)
-            assert host.is_own(cache) == is_used
     monkeypatch.setattr(host, "is_own", lambda _: False)
     rejects("baretrain belongs to another user; remove it, or set XDG_CACHE_HOME", host.cache_root)
 

@@ -19,8 +19,8 @@ from services.process import free_port
 
 from launch.ec2.api import Api
 from train.config import InputError, NotPermitted, Unreachable
-from train.storage import s3, s3_retry, s3_session
-from train.storage.folders import LocalFolder, open_folder
+from train.storage import s3
+from train.storage.folders import open_folder
 
 MIB = 2**20
 pytestmark = pytest.mark.usefixtures("pauses")
@@ -104,31 +104,6 @@ def test_a_write_that_fails_leaves_nothing(request, kind, folder, monkeypatch, h
 # ---- the disk -------------------------------------------------------------------------------------------------------
 
 
-def test_a_location_says_where_a_folder_is(tmp_path, bucket):
-    for location in (str(tmp_path), f"file://{tmp_path}"):
-        folder = open_folder(location, s3.S3Config())
-        assert (type(folder), folder.location) == (LocalFolder, str(tmp_path))
-    for location, prefix in (("s3://b-1/a/b/", "a/b"), ("s3://b-1", ""), ("s3://b-1/", "")):
-        folder = open_folder(location, bucket.config())
-        assert (folder.bucket, folder.prefix, folder.location) == (
-            "b-1",
-            prefix,
-            location.rstrip("/"),
-        )
-    rejects(
-        "https://x/y: only local folders are supported here",
-        open_folder,
-        "https://x/y",
-        s3.S3Config(),
-    )
-    rejects(
-        "s3:///a names no bucket; write s3://bucket/folder",
-        open_folder,
-        "s3:///a",
-        bucket.config(),
-    )
-
-
 # ---- S3 at work -----------------------------------------------------------------------------------------------------
 
 
@@ -189,9 +164,7 @@ def test_what_passes_is_waited_for(bucket, fault):
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_what_stays_is_unreachable_after_half_a_minute_of_tries(
-    bucket, monkeypatch, pauses, is_there
-):
+def test_what_stays_is_unreachable_after_some_tries(bucket, monkeypatch, pauses, is_there):
     """Each time: also for a client that has seen many errors."""
     monkeypatch.setattr(random, "random", lambda: 0.5)  # the jitter
     nobody = f"http://127.0.0.1:{free_port()}"
@@ -205,7 +178,7 @@ def test_what_stays_is_unreachable_after_half_a_minute_of_tries(
         bucket.proxy.set(Fault("status"))
         pauses.clear()
         rejects(rf"^s3://.*/[ab]: {says}", act, error=Unreachable)
-        assert 25 < sum(pauses) < 40 and len(pauses) == s3.ATTEMPTS - 1
+        assert 10 < sum(pauses) < 20 and len(pauses) == s3.ATTEMPTS - 1
         assert len(bucket.proxy.requests()) == s3.ATTEMPTS * is_there
 
 
@@ -219,15 +192,9 @@ REJECTIONS = {  # code and status of S3, and what is said of them
         400,
     ): "the AWS credentials have expired (ExpiredToken); renew them (aws sso login)",
     (
-        "ExpiredToken",
-        403,
-    ): "the AWS credentials have expired (ExpiredToken); renew them (aws sso login)",
-    (
         "PermanentRedirect",
         301,
     ): IN_EUROPE,  # boto3 would ask again there; the connector, for the shards, could not
-    ("AuthorizationHeaderMalformed", 400): IN_EUROPE,
-    ("IllegalLocationConstraintException", 400): IN_EUROPE,
 }
 
 
@@ -277,22 +244,14 @@ def test_a_byte_that_changed_on_the_way_is_noticed(bucket):
         in_s3(bucket).read("a")
 
 
-def test_a_body_that_is_damaged_on_the_way_up_is_sent_again(bucket):
+def test_a_body_that_is_damaged_on_the_way_up_is_rejected(bucket):
+    """Encrypted connections notice it themselves."""
     folder, content = in_s3(bucket), os.urandom(20 * MIB)
-    bucket.proxy.set(Fault("damage", match="^PUT", times=3))
-    folder.write("a", content)
-    assert folder.create("b", content)
-    assert bucket.get("runs/data/a") == bucket.get("runs/data/b") == content
-    assert len([request for request in bucket.proxy.requests() if request.fault]) == 3
-    for fault in (Fault("damage"), Fault("status", code=400, error="BadDigest")):
-        bucket.proxy.set(fault)
-        rejects(
-            rf"S3 answers 400 \w+, {s3.ATTEMPTS} times($|; if the server)",
-            folder.create,
-            "c",
-            content,
-            error=Unreachable,
-        )
+    bucket.proxy.set(Fault("damage", match="^PUT"))
+    for act in (folder.write, folder.create):
+        rejects("S3 answers 400 XAmzContentSHA256Mismatch", act, "a", content, error=Unreachable)
+    bucket.proxy.set()
+    assert folder.names() == []
 
 
 # ---- what the user has to fix ---------------------------------------------------------------------------------------
@@ -308,7 +267,6 @@ UNUSABLE = [  # environment (None: not set), settings, and what is said of them
     ),
     ({SECRET: None}, {}, f"AWS credentials: Partial .* in env, missing: {SECRET}; attach a role"),
     ({KEY: "wrong"}, {}, rf"{UNKNOWN}\(InvalidAccessKeyId\); aws sts get-call"),
-    ({SECRET: "wrong"}, {}, rf"{UNKNOWN}\(SignatureDoesNotMatch\)"),
     (
         {"AWS_PROFILE": "nobody"},
         {},
@@ -318,12 +276,6 @@ UNUSABLE = [  # environment (None: not set), settings, and what is said of them
         {},
         {"endpoint": "http://a b"},
         "AWS's settings cannot be used: ValueError: Invalid endpoint",
-    ),
-    ({}, {"region": "us east"}, "AWS's settings cannot be used: Provided region_name"),
-    (
-        {"AWS_REQUEST_CHECKSUM_CALCULATION": "never"},
-        {},
-        "AWS's settings cannot be used: Unsupported .* got never",
     ),
 ]
 
@@ -342,8 +294,6 @@ def test_credentials_and_settings_that_cannot_be_used_are_named_in_one_line(
 ROLE = "role_arn = arn:aws:iam::1:role/x"
 BROKEN = {  # what is said of a file of ~/.aws, by its content
     "[default]\nregion = a\nregion = b\n": "Unable to parse config file: .*/aws; check .*/aws and ",
-    "region = a\n": "Unable to parse config file: .*/aws; check",
-    "[default]\nnonsense\n": "Unable to parse config file: .*/aws; check",
     "\xff\xfe[\0d\0": "Unable to parse config file: .*/aws; check",
     "[default]\ns3 =\nregion = a\n": "AttributeError: 'str' object has no .*; check .*/aws and ",
     f"[default]\n{ROLE}\nsource_profile = b\n[profile b]\n{ROLE}\nsource_profile = default\n": "Infinite loop",
@@ -361,7 +311,6 @@ def without_keys(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "aws"))
-    monkeypatch.setattr(s3_session, "TOKEN_PAUSE_S", 0.0)
     return tmp_path / "aws"
 
 
@@ -408,16 +357,6 @@ def test_only_the_answer_of_s3_says_that_an_object_is_missing(bucket, tmp_path):
     for act in (folder.read, folder.size, folder.head):
         rejects("/a: S3 answers 404", act, "a")
     rejects("/a: S3 answers 404", folder.download, "a", tmp_path / "a")
-
-
-def test_a_bucket_that_is_not_there_or_cannot_be_is_named(bucket):
-    with pytest.raises(
-        InputError, match=r"^s3://no-such-bucket/runs/a: there is no such bucket; check"
-    ):
-        open_folder("s3://no-such-bucket/runs", bucket.config()).read("a")
-    assert len(bucket.proxy.requests()) == 1
-    with pytest.raises(InputError, match=r"^s3://No_Bucket!/runs/a: .*Invalid bucket name[^\n]*$"):
-        open_folder("s3://No_Bucket!/runs", bucket.config()).read("a")
 
 
 def test_a_missing_permission_is_named(bucket, monkeypatch):
@@ -476,8 +415,11 @@ def test_a_silent_s3_is_given_up_after_the_deadline_whatever_is_asked(
     arguments = {"download": ["a", tmp_path / "a"]}.get(action, ["a"])
     bucket.proxy.set(Fault(do, match="^GET" if action != "size" else ""))
     words = rf"^s3://.*/runs/data/a: no complete answer from {bucket.service.endpoint}: "
+    most = s3.ATTEMPTS
+    if action == "download":  # after a HEAD, which is answered
+        most = 1 + s3.DOWNLOAD_ATTEMPTS * s3.ATTEMPTS
     rejects(words, getattr(folder, action), *arguments, error=Unreachable)
-    assert len(bucket.proxy.requests("^(GET|HEAD).*runs/data/a")) <= s3_retry.SILENT_ATTEMPTS + 1
+    assert len(bucket.proxy.requests("^(GET|HEAD).*runs/data/a")) <= most
 
 
 # ---- what programs read ---------------------------------------------------------------------------------------------

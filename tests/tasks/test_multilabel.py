@@ -79,7 +79,7 @@ def given(sources, tokenizer_folder, tmp_path_factory):
         "data=records",
         "data.validation_fraction=0.4",
         "seq_len=48",
-        "data.lengths=[]",
+        "data.lengths=[48]",
     ]
     data += [f"data.cache_dir={tmp_path_factory.mktemp('cache')}", *GIVEN]
     return lambda run_dir, *more, source="lists": tuning(

@@ -45,7 +45,7 @@ def given(rated, tokenizer_folder):
     data += [
         "data.validation_fraction=0.3",
         "seq_len=32",
-        "data.lengths=[]",
+        "data.lengths=[32]",
         f"data.cache_dir={rated.parent}/cache",
     ]
     return lambda run_dir, *more: tuning(run_dir, tokenizer_folder, *data, *GIVEN, *more)

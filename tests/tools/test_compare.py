@@ -29,6 +29,7 @@ from train.run import compose as cli
 from train.run.command import DONE, FAILED, REJECTED, STOPPED
 from train.run_folder.outcome import read_outcome
 from train.storage.folders import LocalFolder
+from train.tools import report
 from train.tools.compare import main, make_variants
 
 pytest.importorskip("matplotlib")
@@ -105,7 +106,7 @@ def compared(*folders: Path) -> list[Run]:
 def test_the_page_has_the_ratios_that_a_hand_computes(tmp_path, capsys):
     native = write_run(tmp_path / "native", cost_usd=2.0, peak_device_bytes=8e9)
     compiled = compiled_run(tmp_path / "compiled", cost_usd=1.28, peak_device_bytes=6e9)
-    assert main([str(native), str(compiled)]) == DONE
+    assert report.main([str(native), str(compiled)]) == DONE
     assert "8,000 (2.00 times)" in capsys.readouterr().out
     html = (tmp_path / "report" / "report.html").read_text()
     assert 'alt="Training loss over time"' in html and "card warning" not in html
@@ -134,7 +135,7 @@ def test_runs_that_differ_in_their_seeds_alone_are_one_row_with_mean_and_spread(
     lost = of("cola_2", 2, "classify", f1=0.75, diverged=True)
     runs = compared(first[0], *other, first[0])
     assert comparison.over_seeds(runs) == []  # no seed differs alone
-    assert main(list(map(str, [*first, *other, lost]))) == DONE
+    assert report.main(list(map(str, [*first, *other, lost]))) == DONE
     said, _, told = capsys.readouterr().out.partition("\n\n")
     wanted = [  # ((80 - 82)^2 + (81 - 82)^2 + (85 - 82)^2) / 2 = 7
         ["over seeds", "validation", "mean", "spread", "runs"],
@@ -187,7 +188,7 @@ def test_a_run_that_has_not_ended_and_one_with_pauses_are_named(tmp_path):
     assert said == ["stopped has not ended: step 40 of 90", "resumed took 2 attempts"]
     assert [run.summary["wall_s"] for run in runs] == [125.0, 1000.0]  # to the newest line
     assert runs[1].summary["compile_s"] == 40.0
-    assert main([str(stopped), str(resumed)]) == DONE
+    assert report.main([str(stopped), str(resumed)]) == DONE
     assert said[0] in (tmp_path / "report" / "report.html").read_text()
 
 

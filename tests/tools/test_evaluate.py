@@ -107,7 +107,7 @@ def test_a_run_is_evaluated_as_it_was_in_training(trained, tmp_path, task, ranks
         lines(run_dir, "eval")[-1],
     )
     if task == "qa":  # at the threshold that the export keeps
-        last |= {name: last[f"best_{name}"] for name in ("exact_match", "f1")}
+        last["f1"] = last["best_f1"]
         of_answers = [name for name in last if "answer" in name]
         assert result["metrics"]["f1"] == pytest.approx(last["f1"])
         last |= {name: result["metrics"][name] for name in (*of_answers, "exact_match", "f1")}
@@ -118,7 +118,7 @@ def test_a_run_is_evaluated_as_it_was_in_training(trained, tmp_path, task, ranks
 def test_other_ways_to_the_same_model_and_rows_lead_to_the_same_numbers(
     trained, sources, tmp_path
 ):
-    """A new file by the run and by its export alone, a target of another name, and an earlier step."""
+    """A new file by the run and by its export alone, and a target of another name."""
     new, run_dir = tmp_path / "new.csv", trained("classify")
     new.write_text("".join(content_of(sources["classify"]).splitlines(keepends=True)[:30]))
     by_run = evaluated(run_dir, tmp_path / "run.json", f"data.path={new}")
@@ -146,8 +146,6 @@ def test_other_ways_to_the_same_model_and_rows_lead_to_the_same_numbers(
         "data.columns.label=rating",
     )
     assert asked["metrics"] == pytest.approx(rated["metrics"], rel=1e-3)
-    first = evaluated(run_dir, tmp_path / "first.json", "--checkpoint=1")
-    assert first["metrics"] == metrics_of(lines(run_dir, "eval")[0])
 
 
 def test_an_export_masks_as_its_run_did(prepared, tmp_path):
@@ -194,22 +192,14 @@ def test_a_run_in_s3_and_its_text_are_evaluated_from_there(trained, prepared, bu
 def test_what_cannot_be_evaluated_is_rejected_in_one_line(
     trained, sources, corpus, capsys, tmp_path
 ):
-    run_dir, unsafe, headless = trained("classify"), tmp_path / "unsafe", tmp_path / "headless"
+    run_dir, headless = trained("classify"), tmp_path / "headless"
     rows = {
         "unknown": "text,label\nba,cold\n",
-        "column": "body,label\nba,long\n",
         "empty": "text,label\n",
     }
     files = {name: tmp_path / f"{name}.csv" for name in rows}
     for name, file in files.items():
         file.write_text(rows[name])
-    shutil.copytree(run_dir / "export", unsafe)
-    path = unsafe / "tokenizer_config.json"
-    path.write_text(
-        json.dumps(
-            {**json.loads(path.read_text()), "auto_map": {"AutoTokenizer": "code.Tokenizer"}}
-        )
-    )
     shutil.copytree(run_dir / "export", headless)
     weights = {
         name: value
@@ -224,14 +214,10 @@ def test_what_cannot_be_evaluated_is_rejected_in_one_line(
             [f"data.path={files['unknown']}"],
             "unknown label cold; the labels are long, warm",
         ),
-        (run_dir, [f"data.path={files['column']}"], "no column text"),
         (run_dir, [f"data.path={files['empty']}"], "validation: no row is left"),
-        (run_dir, ["--checkpoint", "7"], "there is no step 7 in .*; there are: 1, 2, 3"),
         (run_dir, ["data.train=x.csv"], "nothing is trained"),
         (run_dir, ["model.new_head=true"], "is used as it is"),
         (run_dir, ["--output", f"{tmp_path}/none/x.json"], "there is no folder"),
-        (run_dir / "export", ["--checkpoint", "1"], "is not the run_dir of a run"),
-        (unsafe, [f"data.path={files['empty']}"], "auto_map asks transformers to load code"),
         (
             headless,
             [sources["classify"][2]],

@@ -70,13 +70,3 @@ def test_a_tool_that_fails_is_a_failure_and_a_dry_run_starts_nothing(tool, monke
     monkeypatch.setenv("STATUS", "2")
     assert precompile.main(RUN) == cli.FAILED
     assert "ended with exit code 2" in capsys.readouterr().err
-
-
-def test_without_the_tool_or_with_a_cache_elsewhere_nothing_starts(tool, monkeypatch, capsys):
-    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", "gs://bucket/cache")
-    assert precompile.main(RUN) == cli.REJECTED
-    assert "must be a folder or s3://bucket/folder" in capsys.readouterr().err
-    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", "s3://bucket/cache")
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    assert precompile.main(RUN) == cli.REJECTED
-    assert "neuron_parallel_compile is not installed" in capsys.readouterr().err

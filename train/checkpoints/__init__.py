@@ -5,8 +5,7 @@ containers, and every backend can load them. `manifest.json`, written last, reco
 and the run's identity, settings and progress. If an engine splits the state over the ranks, each rank writes separate
 files, such as `model_00001.pt`.
 
-Readers rely only on manifests. The file `LATEST`, which exists only on disk, is for people. Checksums are verified
-before a file is loaded.
+Readers rely only on manifests. Checksums are verified before a file is loaded.
 
     manifest    describes a step              store, store_s3   keep steps on disk and in S3
     staging     copies the state to the host  retention         selects the steps to keep

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from train.checkpoints.manifest import Damaged, Manifest, NoneValid, Progress, Untrusted
 from train.checkpoints.store import Store
@@ -40,11 +39,10 @@ class Loaded:
 def newest_valid(
     store: Store,
     world: World | None = None,
-    names: Callable[[Manifest], Collection[str]] = lambda manifest: manifest.files,
     on_wait: Callable[[], None] = no_wait,
     check_owner: Callable[[], None] = lambda: None,
 ) -> tuple[Manifest | None, list[str]]:
-    """Fetch the newest valid checkpoint. `names` selects the files that this machine fetches.
+    """Fetch the newest valid checkpoint on each machine.
 
     All ranks of `world` must call this function; if `world` is None, only this process does. Returns the checkpoint's
     manifest (None if there never was a checkpoint), and the faults of newer checkpoints. These are put in quarantine,
@@ -56,7 +54,7 @@ def newest_valid(
     while (
         manifest := world.run_on_rank0(lambda: newest_whole(store, faults), on_wait)
     ) is not None:
-        fault = fetch_everywhere(store, manifest, names(manifest), world, on_wait)
+        fault = fetch_everywhere(store, manifest.step, world, on_wait)
         if fault is None:
             break
         add_fault(faults, manifest.step, fault)
@@ -89,43 +87,34 @@ def newest_whole(store: Store, faults: dict[int, str]) -> Manifest | None:
     return None
 
 
-def add_fault(faults: dict[int, str], step: int, fault: str) -> None:
-    faults[step] = f"checkpoint of step {step} is damaged ({fault}): falling back to an older one"
-    logger.warning(faults[step])
-
-
 def fetch_everywhere(
-    store: Store,
-    manifest: Manifest,
-    names: Collection[str],
-    world: World,
-    on_wait: Callable[[], None],
+    store: Store, step: int, world: World, on_wait: Callable[[], None]
 ) -> str | None:
-    """Fetch and verify the files `names` of a step on each machine. Returns the first fault, or None, on all ranks."""
-    # Raises Failure on all ranks if a file is damaged for another rank but valid for rank 0.
+    """Fetch and verify a step on each machine. Returns rank 0's fault, or None, on all ranks.
 
-    def fetch(names: Collection[str]) -> str | None:
+    Raises Failure on all ranks if a file is damaged for another rank but valid for rank 0.
+    """
+
+    def fetch() -> str | None:
         try:
-            store.fetch(manifest.step, names)
+            store.fetch(step)
         except Damaged as error:
             return str(error)
         return None
 
-    fault = world.run_on_local_rank0(lambda: fetch(names), on_wait)
-    answers = enumerate(world.gather((fault, list(names) if fault else [])))
-    rank, (fault, suspects) = world.broadcast(
-        next((each for each in answers if each[1][0]), (0, (None, [])))
-    )
-    if (
-        fault is None
-        or rank == 0
-        or world.run_on_rank0(lambda: fetch(suspects), on_wait) is not None
-    ):
-        return fault
-    raise Failure(
-        f"checkpoint of step {manifest.step} is valid for rank 0 but damaged for rank {rank} ({fault}); to "
-        "retry, run the same command again"
-    )
+    faults = world.all_gather_object(world.run_on_local_rank0(fetch, on_wait))
+    others = [rank for rank, fault in enumerate(faults) if fault]
+    if others and faults[0] is None:
+        raise Failure(
+            f"checkpoint of step {step} is valid for rank 0 but damaged for rank {others[0]} "
+            f"({faults[others[0]]}); to retry, run the same command again"
+        )
+    return faults[0]
+
+
+def add_fault(faults: dict[int, str], step: int, fault: str) -> None:
+    faults[step] = f"checkpoint of step {step} is damaged ({fault}): falling back to an older one"
+    logger.warning(faults[step])
 
 
 def load(
@@ -145,10 +134,7 @@ def load(
     checkpoint is damaged.
     """
     world = backend.world
-    here = range(world.rank - world.local_rank, world.rank - world.local_rank + world.local_size)
-    manifest, faults = newest_valid(
-        store, world, lambda manifest: of_ranks(manifest, engine, here).files, on_wait, check_owner
-    )
+    manifest, faults = newest_valid(store, world, on_wait, check_owner)
     if manifest is None:
         return Loaded(faults=faults)
     source = f"{store.location} at step {manifest.step}"
@@ -162,34 +148,14 @@ def load(
     if world.local_rank == 0:
         store.release(path)
     logger.info("resuming from the checkpoint of step %d", manifest.step)
-    if not backend.continues_dropout and has_dropout(engine.model):
-        logger.warning(
-            "dropout may not repeat exactly on a %s: after this resume, losses may differ from those of an "
-            "uninterrupted run as much as between two seeds; without dropout, a resume is exact",
-            backend.device_name,
-        )
     return Loaded(Progress(**manifest.progress), faults, ranks)
-
-
-def of_ranks(manifest: Manifest, engine: Engine, ranks: Iterable[int]) -> Manifest:
-    """Return the manifest with only the files that these ranks load."""
-    sources = set[int]()
-    for rank in ranks:
-        of_rank = engine.sources(rank, manifest.world_size, manifest.settings)
-        if of_rank is None:
-            return manifest.of_ranks(None)
-        sources |= of_rank
-    return manifest.of_ranks(sources)
 
 
 def restore(path: Path, manifest: Manifest, engine: Engine, backend: Backend) -> list[State]:
     """Load this rank's part of a step that was fetched to `path`. Returns what each rank saved as `own`."""
     world = backend.world
     with world.stagger_local_ranks(), fitting(path):
-        mine = of_ranks(manifest, engine, [world.rank])
-        are_all = mine == manifest
-        weights = read_weights(path, mine, are_all=are_all)
-        engine.load(weights, read_optimizer(path, mine, are_all=are_all))
+        engine.load(read_weights(path, manifest), read_optimizer(path, manifest))
         ranks = read(path / "ranks.pt")["ranks"]
         if not isinstance(ranks, list) or len(ranks) != manifest.world_size:
             raise BadContent(f"ranks.pt does not have the state of {manifest.world_size} ranks")
@@ -197,10 +163,6 @@ def restore(path: Path, manifest: Manifest, engine: Engine, backend: Backend) ->
             backend.set_rng_state(ranks[world.rank]["rng"])
         # The random states are left out: they may be memory-mapped from the file, which is removed later.
         return [{name: value for name, value in own.items() if name != "rng"} for own in ranks]
-
-
-def has_dropout(model: nn.Module) -> bool:
-    return any(isinstance(part, nn.Dropout) and part.p > 0 for part in model.modules())
 
 
 @contextmanager
@@ -225,32 +187,28 @@ def fitting(path: Path | str) -> Iterator[None]:
         ) from error
 
 
-def read_weights(folder: Path, manifest: Manifest, *, are_all: bool = True) -> Tensors:
+def read_weights(folder: Path, manifest: Manifest) -> Tensors:
     """Read the weights of a verified checkpoint from the files of all ranks that wrote weights.
 
-    Set `are_all` to False if the manifest names only some of the files. Call this inside `fitting`.
+    Call this inside `fitting`.
     """
-    return Tensors(
-        {name: read(folder / name) for name in manifest.files_of("model")}, are_all=are_all
-    )
+    return Tensors({name: read(folder / name) for name in manifest.files_of("model")})
 
 
-def read_optimizer(folder: Path, manifest: Manifest, *, are_all: bool = True) -> State:
-    """Read the optimizer's state; see `read_weights`. Its "state" maps each parameter's index to tensors."""
+def read_optimizer(folder: Path, manifest: Manifest) -> State:
+    """Read the optimizer's state, inside `fitting`. Its "state" maps each parameter's index to tensors."""
     contents = {name: read(folder / name) for name in manifest.files_of("optimizer")}
     first, *others = contents.values()
     by_number: dict[Any, dict[str, Any]] = {}
     for name, content in contents.items():
         for number, tensors in content["state"].items():
             by_number.setdefault(number, {})[name] = tensors
-    state = {
-        number: Tensors(parts, are_all=are_all) for number, parts in sorted(by_number.items())
-    }
+    state = {number: Tensors(parts) for number, parts in sorted(by_number.items())}
     lacking = {
         number for group in first["param_groups"] for number in group["params"]
     } - state.keys()
     # a single file may lack moments, since not every optimizer has moments
-    if others and lacking and are_all:
+    if others and lacking:
         raise BadContent(f"{', '.join(contents)}: no moments of parameter {shown(min(lacking))}")
     return {**first, "state": state}
 

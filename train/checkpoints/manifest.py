@@ -15,10 +15,8 @@ from train.storage.checksums import fault_of_file, sealed, unsealed
 from train.storage.folders import canonical_json
 from train.storage.schema import FileEntry, FileName, read_object, record, shown
 
-FORMAT = 4
-FORMAT_OF_PARTS = 5  # for files of several ranks: older versions, which read only FORMAT, would ignore most of them
+FORMAT = 5
 FILE = "manifest.json"
-LATEST = "LATEST"
 # a file that a rank other than rank 0 wrote
 PART = re.compile(r"(?:model|optimizer)_(\d{5,})\.pt")
 
@@ -110,14 +108,6 @@ class Manifest:
     def num_bytes(self) -> int:
         return sum(entry["bytes"] for entry in self.files.values())
 
-    def of_ranks(self, ranks: Collection[int] | None) -> Manifest:
-        """Return the manifest with only the files of rank 0 and of `ranks`; None keeps the files of all ranks."""
-        return self.only(
-            None
-            if ranks is None
-            else [name for name in self.files if rank_of(name) in (0, *ranks)]
-        )
-
     def only(self, names: Collection[str] | None) -> Manifest:
         """Return the manifest with only the files `names`; None keeps all files."""
         files = {
@@ -136,23 +126,18 @@ class Manifest:
         ]
 
     def to_json(self) -> bytes:
-        number = FORMAT_OF_PARTS if any(map(rank_of, self.files)) else FORMAT
-        return canonical_json(
-            sealed({"format": number, **asdict(self), "folder": self.folder or ""})
-        )
+        content = {"format": FORMAT, **asdict(self), "folder": self.folder or ""}
+        return canonical_json(sealed(content))
 
     @classmethod
     def from_json(cls, content: bytes, *, step: int | None = None) -> Manifest:
         """Parse a manifest. Raises Damaged if it is invalid or not for `step`, OtherVersion on an unknown format."""
         try:
             body = read_object(content)
-            if isinstance(body.get("format"), int) and body["format"] not in (
-                FORMAT,
-                FORMAT_OF_PARTS,
-            ):
+            if isinstance(body.get("format"), int) and body["format"] != FORMAT:
                 raise OtherVersion(
                     f"the checkpoint of step {shown(body.get('step'))} has format {body['format']}; this version "
-                    f"reads {FORMAT} and {FORMAT_OF_PARTS}; resume with the version that wrote it, or choose another "
+                    f"reads {FORMAT}; resume with the version that wrote it, or choose another "
                     "run_dir"
                 )
             body = unsealed(body)

@@ -1,41 +1,26 @@
-"""The checkpoints to keep: the newest, the best, the last two valid ones, and damaged ones. Others may be removed."""
+"""The checkpoints to keep: the newest, the best, and damaged ones. Others may be removed."""
 
 from __future__ import annotations
 
-from itertools import islice
-
-from train.checkpoints.manifest import Damaged, Manifest
+from train.checkpoints.manifest import Manifest
 from train.checkpoints.store import Store
 
-ALWAYS_VALID = 2
+LEAST = 2  # of the newest checkpoints; an older one is loaded if the newest is damaged
 
 
-def prune(store: Store, keep: int, verified: set[int] | None = None) -> list[int]:
+def prune(store: Store, keep: int) -> list[int]:
     """Remove the steps that `retention` has no reason to keep, and return them. Raises NotPermitted."""
-    removed = [step for step, reason in retention(store, keep, verified).items() if reason is None]
+    removed = [step for step, reason in retention(store, keep).items() if reason is None]
     for step in removed:
         store.remove(step)
     return removed
 
 
-def retention(store: Store, keep: int, verified: set[int] | None = None) -> dict[int, str | None]:
+def retention(store: Store, keep: int) -> dict[int, str | None]:
     """Return the reason to keep each step; None for a step that may be removed.
 
-    The newest `keep` steps are kept (0: all steps), and so are damaged steps, since somebody may repair them. To find
-    valid steps, the files of steps not in `verified` are read, and valid steps are added to it. Files in S3 are not
-    read: S3 compared their checksums during the upload.
+    The newest `keep` steps are kept (0: all steps), and so are damaged steps, since somebody may repair them.
     """
-    known: set[int] = set() if verified is None else verified
-
-    def is_valid(step: int) -> bool:
-        if not store.compares_when_written and step not in known:
-            try:
-                store.fetch(step)
-            except Damaged:
-                return False
-        known.add(step)
-        return True
-
     steps = store.steps()
     if keep:
         newest = steps[-keep:]
@@ -45,10 +30,9 @@ def retention(store: Store, keep: int, verified: set[int] | None = None) -> dict
     if newest != steps:
         manifests, damaged = store.look_at_all()
         reasons |= {step: f"damaged: {error}" for step, error in damaged.items()}
-        valid = islice(filter(is_valid, sorted(manifests, reverse=True)), ALWAYS_VALID)
         best_step = best(manifests)
-        reasons |= dict.fromkeys(valid, f"one of the last {ALWAYS_VALID} that are valid")
-        reasons |= {best_step: "the best"} if best_step is not None else {}
+        if best_step is not None:
+            reasons[best_step] = "the best"
     return reasons | dict.fromkeys(newest, f"one of the newest {len(newest)}")
 
 

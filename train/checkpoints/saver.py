@@ -18,9 +18,11 @@ from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from train.checkpoints.manifest import FILE, Manifest, Progress, file_name
+import torch
+
+from train.checkpoints.manifest import Manifest, Progress, file_name
 from train.checkpoints.retention import prune
 from train.checkpoints.staging import Staging, State, first_not_finite, num_bytes_of
 from train.checkpoints.store import Store
@@ -40,13 +42,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("train")
 # S3 rejects a file or cannot be reached; it may accept the file later
 UNSENT = (InputError, Unreachable)
-MAX_WAIT_S = 10.0  # seconds that training waits for the previous save before it skips the new one
 MAX_LOSS_S = 1800.0  # a fault should cost at most this many seconds of work
+MAX_WAIT_S = 10.0  # seconds that training waits for the previous save before it skips the new one
 # failures in a row that end the run, and the seconds that they must span
 MAX_FAILURES = 3
 FAILING_S = 30.0
 LONGEST_PAUSE_S = 10.0  # longest pause in seconds before a failed request is repeated
-Result = TypeVar("Result")
 
 
 class SavesFail(Failure):
@@ -80,23 +81,19 @@ class AsyncSaver:
         self.store, self.draft, self.folder, self.max_wait_s = store, draft, folder, MAX_WAIT_S
         self.engine, self.backend, self.world = engine, backend, backend.world
         self.staging = Staging()
-        self.keep, self.verified = cfg.keep, set[int]()  # see `retention`
+        self.keep = cfg.keep
         # the ranks whose threads write, set by the first call of `join`
         self.writers: World | None = None
         self.pool = pool_beside_training("save")
         self.pending: Future[Saved | None] | None = None  # its result is None except on rank 0
         self.pending_began_s = 0.0
         self.results: list[Saved] = []  # saves that ended since the last call of `take`
-        self.failures: list[
-            str
-        ] = []  # why the most recent saves failed; empty after a successful save
+        # why the most recent saves failed; empty after a successful save
+        self.failures: list[str] = []
         self.worked_s = time.monotonic()  # when a save last succeeded, or the attempt began
         # the newest committed step, or the step from which the run resumed
         self.newest: int | None = None
-        # step and local copy of a save that could not be uploaded
-        self.unsent: tuple[int, Path] | None = None
         self.save_s = 0.0  # duration of the last save
-        self.warming = self.pool.submit(lambda: None)
 
     # ---- all ranks -----------------------------------------------------------------------------------------------
 
@@ -126,7 +123,6 @@ class AsyncSaver:
         writers = self.join(part)
         if self.world.rank != 0 and not writers.is_distributed:
             return
-        self.warming.result()
         state = self.staging.copy(part, self.backend)
         if self.world.rank == 0:
             state = {**state, "ranks": {"ranks": ranks}}
@@ -145,13 +141,6 @@ class AsyncSaver:
                 self.backend.subgroup(list(range(self.world.size))) if is_split else None
             )
         return self.writers
-
-    def warm(self) -> None:
-        """Allocate the host memory for the first save, in the saver's thread, while the first steps run."""
-        part = self.engine.state()
-        self.join(part)
-        if part:
-            self.warming = self.pool.submit(self.staging.warm, part, self.backend)
 
     def wait(self, on_wait: Callable[[], None] = no_wait) -> None:
         """Wait until the pending save is committed or has failed."""
@@ -188,10 +177,9 @@ class AsyncSaver:
                 self.newest, self.save_s = saved.step, saved.save_s
             if saved.failure is None:
                 self.failures = []
-            else:
-                self.failures = [*self.failures, saved.failure]
-            if saved.failure is None:
                 self.worked_s = time.monotonic()
+            else:
+                self.failures.append(saved.failure)
             self.results.append(saved)
 
     def take(self) -> list[Saved]:
@@ -214,15 +202,7 @@ class AsyncSaver:
             newest = f"the newest checkpoint is of step {self.newest}"
         else:
             newest = "there is no checkpoint"
-        return f"{newest} ({self.store.location}){self.unsent_text}"
-
-    @property
-    def unsent_text(self) -> str:
-        # a newer save may have replaced it
-        if self.unsent is None or not (self.unsent[1] / FILE).is_file():
-            return ""
-        step, folder = self.unsent
-        return f"; step {step} is complete in {folder}; docs/faults.md says how to upload it"
+        return f"{newest} ({self.store.location})"
 
     # ---- in the thread of each rank that writes -------------------------------------------------------------------
 
@@ -230,15 +210,12 @@ class AsyncSaver:
         self, state: State, manifest: Manifest, stall_s: float, began_s: float, patience_s: float
     ) -> Saved | None:
         """Write a step. Rank 0 also commits it and prunes old steps. A failure is logged and returned in the result."""
-        assert self.writers is not None
-        num_bytes, failure = 0, None
-        until_s = time.monotonic() + patience_s
+        num_bytes = 0
+        failure = None
         try:
-            if self.world.rank != 0:
-                OtherRank(self, state, manifest, until_s).save()
-                return None
-            num_bytes = FirstRank(self, state, manifest, until_s).save()
-            self._clean_up()
+            num_bytes = Write(self, state, manifest, time.monotonic() + patience_s).save()
+            if self.world.rank == 0:
+                self._clean_up()
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
             if num_bytes:
@@ -249,7 +226,7 @@ class AsyncSaver:
                 # The next owner may not know whether this one has ended, and keeps its files.
                 with suppress(InputError, Failure):
                     self._remove_unfinished()
-            logger.log(level, "saving step %d: %s%s", manifest.step, failure, self.unsent_text)
+            logger.log(level, "saving step %d: %s", manifest.step, failure)
         if self.world.rank != 0:
             return None
         return Saved(manifest.step, stall_s, time.monotonic() - began_s, num_bytes, failure)
@@ -261,7 +238,7 @@ class AsyncSaver:
             with suppress(NotPermitted):
                 self._remove_unfinished()
         try:
-            prune(self.store, self.keep, self.verified)
+            prune(self.store, self.keep)
         except NotPermitted:
             self.keep = 0  # keep all steps from now on
 
@@ -272,7 +249,7 @@ class AsyncSaver:
 # ---- one save, in the thread of each rank that writes ----------------------------------------------------------------
 
 
-class WritingRank:
+class Write:
     """A save of one step on one of the ranks that write. Requests to S3 are retried until `until_s` (monotonic)."""
 
     def __init__(
@@ -290,17 +267,48 @@ class WritingRank:
         self.folder: Path | None = None
         self.files: dict[FileName, FileEntry] = {}
 
-    def write(self) -> dict[FileName, FileEntry]:
-        """Write this rank's files to its local folder."""
-        if self.folder is None:
+    def save(self) -> int:
+        """Save the step; rank 0 commits it. Returns the bytes of all its files on rank 0."""
+        is_first = self.writers.rank == 0
+        scratch = self.writers.run_and_broadcast(self.begin)
+        try:
+            parts = self.writers.gather(self.writers.agree(lambda: self.write(scratch)))
+            files = {name: entry for part in parts for name, entry in part.items()}
+            self.manifest = replace(self.manifest, files=files)
+            # Only rank 0's manifest names the files of all ranks. Elsewhere it only says where to upload to.
+            folder = self.writers.run_and_broadcast(self.prepare)
+            self.manifest = replace(self.manifest, folder=folder)
+            self.writers.agree(self.send)
+            if is_first:
+                self.retried(lambda: self.store.commit(scratch, self.manifest))
+        finally:
+            self.discard(scratch)
+        return self.manifest.num_bytes
+
+    def discard(self, scratch: Path) -> None:
+        """Remove this rank's local folder. On a shared disk, it is rank 0's, whose commit renames it."""
+        folder = self.folder
+        is_own = self.writers.rank == 0 or (folder is not None and folder.name != scratch.name)
+        if folder is not None and is_own and folder.is_dir():
+            discard(folder)
+
+    def begin(self) -> Path:
+        self.folder = self.store.begin(self.manifest.step, self.num_bytes)
+        return self.folder
+
+    def write(self, scratch: Path) -> dict[FileName, FileEntry]:
+        """Write this rank's files to its local folder. `scratch` is rank 0's."""
+        if not self.state:
             return {}
+        if self.folder is None:
+            self.folder = self.store.join(scratch.name, self.num_bytes)
         name = first_not_finite(
             {"weights": self.state.get("model"), "moments": self.state.get("optimizer")}
         )
         if name is not None:
             raise FloatingPointError(f"{name} contains NaN or infinity; such a state is not saved")
         for content, value in self.state.items():
-            own = file_name(content, self.saver.world.rank)
+            own = file_name(content, self.writers.rank)
             self.files[own] = self.write_file(self.folder / own, value)
         return self.files
 
@@ -308,7 +316,7 @@ class WritingRank:
         with path.open("wb") as raw:
             file = Hashing(raw)
             try:
-                self.saver.backend.save(value, file)  # type: ignore[arg-type]
+                torch.save(value, file)  # type: ignore[arg-type]
             except RuntimeError as error:
                 # Torch hides the disk's error behind "unexpected pos".
                 raise (file.failure or error) from None
@@ -316,17 +324,19 @@ class WritingRank:
             os.fsync(raw.fileno())
         return FileEntry(bytes=file.num_bytes, sha256=Sha256(file.digest.hexdigest()))
 
+    def prepare(self) -> FileName | None:
+        """Name the step's folder, and upload the metrics: a checkpoint is never ahead of them."""
+        self.retried(self.saver.folder.ownership.check)
+        self.retried(self.saver.folder.mirror)
+        return self.store.prepare(self.manifest).folder
+
     def send(self) -> None:
         if self.folder is not None:
-            folder, names = self.folder, list(self.files)
-            self.retried(lambda: self.store.send(folder, self.manifest, names))
+            folder = self.folder
+            self.retried(lambda: self.store.send(folder, self.manifest, list(self.files)))
 
-    def discard(self) -> None:
-        if self.folder is not None and self.folder.is_dir():
-            discard(self.folder)
-
-    def retried(self, action: Callable[[], Result]) -> Result:
-        """Return the result of `action`. While the service rejects it or does not answer, repeat it for a while."""
+    def retried(self, action: Callable[[], None]) -> None:
+        """Run `action`. While the service rejects it or does not answer, repeat it for a while."""
         while True:
             try:
                 return action()
@@ -337,72 +347,6 @@ class WritingRank:
                 text = "saving step %d: %s; retrying for up to %.0f s"
                 logger.warning(text, self.manifest.step, error, left_s)
                 time.sleep(min(random.uniform(0, LONGEST_PAUSE_S), left_s))
-
-
-def done_by_rank_0() -> Any:
-    """Stand in for an action that only rank 0 takes."""
-    raise NotImplementedError
-
-
-class OtherRank(WritingRank):
-    """The role of ranks other than 0: they write and send their parts of the state."""
-
-    def save(self) -> None:
-        scratch: Path = self.writers.run_and_broadcast(done_by_rank_0)
-        try:
-            self.writers.run_and_gather(lambda: self.join(scratch))
-            # Only rank 0's manifest names the files of all ranks. Here it only says where to upload to.
-            name = self.writers.run_and_broadcast(done_by_rank_0)
-            self.manifest = replace(self.manifest, folder=name)
-            self.writers.run_and_gather(self.send)
-        finally:
-            # On a shared disk, the folder is rank 0's.
-            if self.folder is not None and self.folder.name != scratch.name:
-                self.discard()
-
-    def join(self, scratch: Path) -> dict[FileName, FileEntry]:
-        if self.state:
-            self.folder = self.store.join(scratch.name, self.num_bytes)
-        return self.write()
-
-
-class FirstRank(WritingRank):
-    """The role of rank 0: it makes the step, commits it, and keeps a complete step that S3 did not accept."""
-
-    def save(self) -> int:
-        """Save the step and return the bytes of all its files."""
-        self.writers.run_and_broadcast(self.begin)
-        assert self.folder is not None
-        scratch = self.folder
-        try:
-            parts = self.writers.run_and_gather(self.write)
-            files = {name: entry for part in parts for name, entry in part.items()}
-            self.manifest = replace(self.manifest, files=files)
-            self.writers.run_and_broadcast(self.prepare)
-            self.writers.run_and_gather(self.send)
-            self.retried(lambda: self.store.commit(scratch, self.manifest))
-            self.saver.unsent = None
-        except UNSENT:
-            if (scratch / FILE).is_file():
-                self.saver.unsent = self.manifest.step, scratch
-                self.folder = None  # it is kept
-            raise
-        finally:
-            self.discard()
-        return self.manifest.num_bytes
-
-    def begin(self) -> Path:
-        self.folder = self.store.begin(self.manifest.step, self.num_bytes)
-        return self.folder
-
-    def prepare(self) -> FileName | None:
-        """Name the step's files, and upload the metrics: a checkpoint is never ahead of them."""
-        assert self.folder is not None
-        scratch = self.folder
-        self.manifest = self.retried(lambda: self.store.prepare(scratch, self.manifest))
-        self.retried(self.saver.folder.ownership.check)
-        self.retried(self.saver.folder.mirror)
-        return self.manifest.folder
 
 
 class Hashing:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 if TYPE_CHECKING:
     from train.parallel.backends import Backend
@@ -28,13 +29,7 @@ class Staging:
         tensors = self.laid_out(state, backend)
         backend.copy_to_host([tensor.detach() for tensor in tensors], self.buffers)
         copies = dict(zip(map(id, tensors), self.buffers, strict=True))
-        return replaced(state, lambda tensor: copies[id(tensor)])
-
-    def warm(self, state: State, backend: Backend) -> None:
-        """Allocate the memory that `copy` will need, and touch it."""
-        self.laid_out(state, backend)
-        for buffer in self.buffers:
-            buffer.zero_()
+        return tree_map_only(Tensor, lambda tensor: copies[id(tensor)], state)
 
     def laid_out(self, state: State, backend: Backend) -> list[Tensor]:
         """Return the state's tensors, after allocating a buffer for each if needed. Tied weights share a buffer."""
@@ -47,17 +42,6 @@ class Staging:
                 for tensor in tensors
             ]
         return tensors
-
-
-def replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Copy a state, with each tensor replaced by `change(tensor)`. Tuples become lists."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: replaced(item, change) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [replaced(item, change) for item in value]
-    return value
 
 
 def first_not_finite(state: State) -> str | None:

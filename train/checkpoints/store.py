@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import sys
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Protocol
 
 from train.checkpoints.manifest import (
     FILE,
-    LATEST,
     Damaged,
     Manifest,
     check_files,
@@ -35,7 +34,7 @@ from train.storage.foreign import read_whole
 from train.storage.schema import FileName
 
 Looked = tuple[dict[int, Manifest], dict[int, Damaged]]  # valid manifests and faults, both by step
-TEMPORARIES = rf"step_\d{{8,}}|{LATEST}"
+TEMPORARIES = r"step_\d{8,}"
 
 
 class Store(Protocol):
@@ -47,8 +46,6 @@ class Store(Protocol):
     """
 
     location: str
-    # whether the service verifies checksums during an upload, as S3 does
-    compares_when_written: bool = False
 
     def steps(self) -> list[int]:
         """Return all steps in ascending order, including damaged ones."""
@@ -64,7 +61,14 @@ class Store(Protocol):
 
     def look_at_all(self) -> Looked:
         """Return the manifests of steps whose files have the right lengths, and the faults of other steps."""
-        return looked(self.look, self.steps())
+        manifests: dict[int, Manifest] = {}
+        damaged: dict[int, Damaged] = {}
+        for step in self.steps():
+            try:
+                manifests[step] = self.look(step)
+            except Damaged as error:
+                damaged[step] = error
+        return manifests, damaged
 
     def fetch(self, step: int, names: Collection[str] | None = None) -> Path:
         """Return a local folder with the step's files `names` (None: all). Raises Damaged if a checksum differs."""
@@ -85,12 +89,8 @@ class Store(Protocol):
         Raises OSError if the disk lacks space or, on a shared disk, if rank 0's folder is gone.
         """
 
-    def prepare(self, scratch: Path, manifest: Manifest) -> Manifest:
-        """Return the manifest to commit. All ranks must have written their files to local folders.
-
-        In S3, the result also names the folder to upload to. If rank 0's folder `scratch` contains all files, the
-        manifest is written there too, so that the checkpoint can be uploaded by hand.
-        """
+    def prepare(self, manifest: Manifest) -> Manifest:
+        """Return the manifest to commit. In S3, it also names the folder to upload to."""
         return manifest
 
     def send(self, folder: Path, manifest: Manifest, names: list[FileName]) -> None:
@@ -179,7 +179,6 @@ class LocalStore(Store):
         except FileExistsError:
             self.quarantine(manifest.step, "replaced")
             publish_folder(scratch, path)
-        write_atomic(self.path / LATEST, f"{path.name}\n".encode())
 
     def quarantine(self, step: int, why: str) -> str:
         path = self.path / step_name(step)
@@ -197,18 +196,6 @@ class LocalStore(Store):
     def collect_garbage(self, *, ended_below: int) -> list[str]:
         # Leases do not matter here: a save whose folder was removed can no longer be committed.
         return remove_temporaries(self.path, TEMPORARIES)
-
-
-def looked(look: Callable[[int], Manifest], steps: Sequence[int]) -> Looked:
-    """Call `look` for each step. Returns the manifests, and the faults of the other steps."""
-    manifests: dict[int, Manifest] = {}
-    damaged: dict[int, Damaged] = {}
-    for step in steps:
-        try:
-            manifests[step] = look(step)
-        except Damaged as error:
-            damaged[step] = error
-    return manifests, damaged
 
 
 def compare_sizes(manifest: Manifest, sizes: Mapping[FileName, int | None]) -> None:

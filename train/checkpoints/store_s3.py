@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import uuid
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,23 +15,19 @@ from train.checkpoints.manifest import (
     Damaged,
     Manifest,
     OtherVersion,
-    rank_of,
     step_name,
     step_of,
 )
-from train.checkpoints.store import Looked, Store, compare_sizes, looked
+from train.checkpoints.store import Store, compare_sizes
 from train.run_folder.ownership import LeaseLost, lease_name, lease_numbers
-from train.storage.atomic_io import discard, write_atomic
+from train.storage.atomic_io import discard
 from train.storage.checksums import fault_of
 from train.storage.folders import at_once, check_space, sha256_file
 from train.storage.s3 import S3Folder
 from train.storage.schema import FileName, Head
 
-logger = logging.getLogger("train")
 PREFIX = "checkpoints/"
-# Local folders. A save in SAVING with a manifest is complete but not in S3.
-SAVING = "saving"
-PARTS = "parts"
+SAVING = "saving"  # local folder for files that are being saved
 # a file of a save, by its name below the step
 OF_SAVE = re.compile(r"(?P<save>(?P<lease>\d{8,18})-[0-9a-f]{8})/[^/]+")
 DOWNLOADS = 8  # files downloaded at the same time, each over several connections
@@ -44,7 +38,7 @@ read_again = retry(
 
 
 class S3Store(Store):
-    """Checkpoints in S3. There is no LATEST file: it would only be a hint, and its write could fail after the commit.
+    """Checkpoints in S3.
 
     checkpoints/step_00001000/manifest.json                  its creation is the commit
     checkpoints/step_00001000/00000007-5f0c1a2b/model.pt     lease number and a random number: unique to a save
@@ -54,14 +48,10 @@ class S3Store(Store):
     All other objects are kept.
     """
 
-    compares_when_written = True
-
     def __init__(self, folder: S3Folder, scratch: Path) -> None:
         self.folder = folder
         self.local = scratch
         self.location = f"{folder.location}/checkpoints"
-        # version and content of the manifests read so far
-        self.known: dict[int, tuple[str, Manifest]] = {}
 
     def key(self, step: int, name: str) -> str:
         return f"{PREFIX}{step_name(step)}/{name}"
@@ -95,37 +85,17 @@ class S3Store(Store):
             raise Damaged(f"{FILE} is missing") from error
 
     def look(self, step: int) -> Manifest:
-        return self.compare(step, self.objects(f"{step_name(step)}/").get(step, {}))
-
-    def look_at_all(self) -> Looked:
-        # One listing has the lengths of all files, and manifests that were read before are not read again.
-        objects = self.objects()
-        steps = sorted(step for step in objects if FILE in objects[step])
-        self.known = {step: self.known[step] for step in steps if step in self.known}
-        return looked(lambda step: self.compare(step, objects[step]), steps)
-
-    def compare(self, step: int, objects: Mapping[str, Head]) -> Manifest:
-        """Return a step's manifest. Raises Damaged if the lengths of `objects` differ from it."""
-        if FILE in objects:
-            version = objects[FILE].version
-        else:
-            version = ""
-        known, manifest = self.known.get(step, ("", None))
-        if manifest is None or known != version:
-            manifest = self.manifest(step)
-            self.known[step] = version, manifest
-        sizes = {}
-        for name in manifest.files:
-            at = below(manifest, name)
-            if at in objects:
-                sizes[name] = objects[at].size
+        objects = self.objects(f"{step_name(step)}/").get(step, {})
+        manifest = self.manifest(step)
+        names = {name: below(manifest, name) for name in manifest.files}
+        sizes = {name: objects[at].size for name, at in names.items() if at in objects}
         compare_sizes(manifest, sizes)
         return manifest
 
     def fetch(self, step: int, names: Collection[str] | None = None) -> Path:
         manifest = self.look(step).only(names)
         self.clear("fetched")  # removes the files of earlier calls, valid or not
-        self.clear(PARTS)  # contains only leftovers of killed saves: no save runs during a load
+        self.clear(SAVING)  # contains only leftovers of killed saves: no save runs during a load
         target = self.path_of(manifest)
         target.mkdir(parents=True, exist_ok=True)  # files that cannot be removed are overwritten
         check_space(target, manifest.num_bytes)
@@ -158,33 +128,16 @@ class S3Store(Store):
         discard(self.local / name)
 
     def begin(self, step: int, num_bytes: int) -> Path:
-        folder = self.local / SAVING / f"{step_name(step)}.{uuid.uuid4().hex[:8]}"
-        folder.mkdir(parents=True)
-        try:
-            check_space(folder, num_bytes)
-        except OSError:
-            self.clear(SAVING)  # frees the space of older saves, which could not be uploaded
-            folder.mkdir(parents=True, exist_ok=True)
-            check_space(folder, num_bytes)
-        return folder
+        return self.join(step_name(step), num_bytes)
 
     def join(self, name: str, num_bytes: int) -> Path:
-        folder = self.local / PARTS / uuid.uuid4().hex
+        folder = self.local / SAVING / uuid.uuid4().hex
         folder.mkdir(parents=True)
         check_space(folder, num_bytes)
         return folder
 
-    def prepare(self, scratch: Path, manifest: Manifest) -> Manifest:
-        name = FileName(f"{manifest.fence:08d}-{uuid.uuid4().hex[:8]}")
-        manifest = replace(manifest, folder=name)
-        is_whole = not any(map(rank_of, manifest.files))
-        # Otherwise `scratch` lacks the other ranks' files.
-        if is_whole:
-            write_atomic(scratch / FILE, manifest.to_json())
-            for older in scratch.parent.iterdir():
-                if older != scratch:
-                    discard(older)
-        return manifest
+    def prepare(self, manifest: Manifest) -> Manifest:
+        return replace(manifest, folder=FileName(f"{manifest.fence:08d}-{uuid.uuid4().hex[:8]}"))
 
     def send(self, folder: Path, manifest: Manifest, names: list[FileName]) -> None:
         for name in names:
@@ -229,7 +182,7 @@ class S3Store(Store):
 
     def collect_garbage(self, *, ended_below: int) -> list[str]:
         self.clear("fetched")
-        self.tidy_saving(max(self.steps(), default=0))
+        self.clear(SAVING)
         return self.remove_uncommitted(range(ended_below))
 
     def remove_uncommitted(self, leases: range, *, dry: bool = False) -> list[str]:
@@ -261,22 +214,6 @@ class S3Store(Store):
         except (Damaged, OtherVersion):
             return []
         return [save for save in saves if save != committed]
-
-    def tidy_saving(self, newest: int) -> None:
-        """Remove local files of killed saves, and of saves that are in S3. Warn about saves that are not in S3."""
-        for folder in (self.local / SAVING).glob("*"):
-            step = None  # remains None if the manifest cannot be read
-            with suppress(Damaged, OtherVersion):
-                path = folder / FILE
-                if path.is_file():
-                    step = Manifest.from_json(path.read_bytes()).step
-                else:
-                    step = 0
-            if step is not None and step <= newest:
-                discard(folder)
-            else:
-                text = "docs/faults.md says how to upload it; the next save replaces it"
-                logger.warning("%s contains a save that is not in S3: %s", folder, text)
 
 
 def below(manifest: Manifest, name: str) -> str:

@@ -96,10 +96,11 @@ class RecordsConfig(DataConfig):
     # The separator of several labels in one field, such as | in CSV; None expects lists, which may be written as text:
     # ['a', 'b'].
     label_separator: str | None = None
-    # The lengths in tokens, in rising order, to which batches are padded, such as [32,64,128]. The longest length,
-    # which is seq_len or that of the longest row, is always added; [] pads all batches to it. auto picks the fewest
-    # lengths that keep padding below 10 %, but at most three if each needs a compiled graph (XLA, Trainium,
-    # backend.compile). It picks multiples of 16, or of 8 without compilation.
+    # The lengths in tokens, in rising order, to which micro batches are padded, such as [32,64,128]. The longest
+    # length, which is seq_len or that of the longest row, is always added. auto picks the fewest lengths that would
+    # keep padding below 10 % if each row had its own, but at most three if each needs a compiled graph (XLA, Trainium,
+    # backend.compile). It picks multiples of 16, or of 8 without compilation. [] pads each micro batch to its longest
+    # row, in multiples of 8, or with compilation all of them to the longest length. The order of rows is the same.
     lengths: Any = "auto"
     # The character between the fields of a CSV file.
     delimiter: str = ","
@@ -181,7 +182,7 @@ class S3Config(Section, prefix="s3."):
     endpoint: str | None = None
     # The region of the bucket.
     region: str | None = None
-    # The time limit of a request in seconds, retries included.
+    # The time limit of a request in seconds, without the pauses between its attempts.
     timeout_s: float = setting(60.0, above=0)
     # The encryption that writes ask for: AES256, aws:kms, or the ARN of a KMS key; null leaves it to the bucket. Some
     # buckets' policies demand it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from train.config.backend import XLAConfig
@@ -32,8 +33,19 @@ class Plan:
     warmup_steps: int
 
 
-def make_plan(cfg: TrainConfig, *, world_size: int, rows: int, seq_len: int | None) -> Plan:
-    """Plan a run over `rows` sequences of at most `seq_len` tokens. Raises InputError if this is impossible."""
+def make_plan(
+    cfg: TrainConfig,
+    *,
+    world_size: int,
+    rows: int,
+    seq_len: int | None,
+    cut: Callable[[int, int], int] | None = None,
+) -> Plan:
+    """Plan a run over `rows` sequences of at most `seq_len` tokens. Raises InputError if this is impossible.
+
+    `cut` returns into how many micro batches a step's sequences per replica are cut, given their number and that of the
+    replicas, if neither settings nor memory cut them.
+    """
     replicas = cfg.parallel.replicas(world_size)
     if replicas == world_size:
         over = f"{replicas} ranks"
@@ -79,13 +91,18 @@ def make_plan(cfg: TrainConfig, *, world_size: int, rows: int, seq_len: int | No
         f"optim.warmup_steps={warmup} lasts beyond step {begin} of {total}, where the decay of wsd begins; lower it "
         "or optim.decay_fraction",
     )
+    eval_batch = min(cfg.eval_batch_size or micro, fitting(cfg, seq_len) or sys.maxsize)
+    # neither settings nor memory have cut the batch
+    if cut is not None and cfg.micro_batch_size is None and accumulation == 1:
+        accumulation = cut(micro, replicas)
+        micro //= accumulation
     return Plan(
         world_size=world_size,
         replicas=replicas,
         global_batch_size=global_batch,
         micro_batch_size=micro,
         accumulation=accumulation,
-        eval_batch_size=min(cfg.eval_batch_size or micro, fitting(cfg, seq_len) or sys.maxsize),
+        eval_batch_size=eval_batch,
         steps_per_epoch=steps_per_epoch,
         total_steps=total,
         warmup_steps=warmup,

@@ -38,7 +38,7 @@ class EarlyStopConfig(Section, prefix="early_stop."):
 class HubConfig:
     """The Hugging Face Hub repository for a finished run. The token comes from `hf auth login` or HF_TOKEN."""
 
-    # The user/name of a private repository, created if missing, for model, card and TensorBoard files; None pushes
+    # The user/name of a private repository, created if missing, for the model and its card; None pushes
     # nothing. `baretrain hub RUN --to NAME --public` pushes to a public one.
     push_to: str | None = None
 
@@ -77,7 +77,8 @@ class TrainConfig(Section):
     seq_len: int | None = setting(None, least=8)
     # The number of sequences per optimizer step, over all ranks; None uses micro_batch_size times the number of ranks.
     global_batch_size: int | None = setting(None, above=0)
-    # The number of sequences per forward pass of a rank; None divides global_batch_size by the number of ranks.
+    # The number of sequences per forward pass of a rank; None divides global_batch_size by the number of ranks, and
+    # cuts rows of text, sorted by length, further where that saves more padding than it costs.
     micro_batch_size: int | None = setting(None, above=0)
     # The length of the run in sequences; at least one of max_examples, max_steps and max_epochs must be given, and the
     # shortest applies.

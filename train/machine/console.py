@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import quote
 
-SERVICES = re.compile(r"(AWS|HF|HUGGING_?FACE|MLFLOW|WANDB)_\w+|\w+_PROXY", re.IGNORECASE)
 SECRETS = re.compile(
     r"\w*(TOKEN|SECRET|PASSWORD|PASSWD|API_KEY|ACCESS_KEY|ACCESS_KEY_ID|JWT)", re.IGNORECASE
 )
@@ -139,12 +138,6 @@ def say(*lines: object, file: TextIO | None = None, keep: str = "") -> None:
     print(*(visible(line, keep=keep) for line in lines), sep="\n", file=file, flush=True)
 
 
-def paint(*lines: str) -> None:
-    """Print lines with colours. The caller has passed foreign parts through `visible`."""
-    stream = getattr(sys.stdout, "stream", sys.stdout)
-    stream.write("".join(f"{line}\n" for line in lines))
-
-
 @contextmanager
 def without_stdout() -> Iterator[None]:
     """Drop everything that this process prints to standard output in the block, from any thread or C++ library."""
@@ -181,7 +174,6 @@ def begin_program() -> None:
     before = os.umask(0o077)
     # Libraries and mkdir(parents=True) make what the umask allows. Others may never write; a group may, if they cannot.
     os.umask(before if before & 0o002 else before | 0o022)
-    strip_variables()
     use_console("stderr")
     use_console("stdout", drops=False)
     logging.setLogRecordFactory(VisibleRecord)
@@ -196,31 +188,3 @@ def one_warning(
     line: str | None = None,
 ) -> str:
     return f"{filename}:{lineno}: {category.__name__}: {visible(message)}\n"
-
-
-def strip_variables() -> None:
-    """Remove blanks and line ends around the values of services' variables and secrets, with one warning.
-
-    An env file with Windows line ends leaves a CR in each value: a library would then print the secret in an error.
-    """
-    secrets.cache_clear()
-    stripped = list[str]()
-    for name, value in os.environ.items():
-        is_ours = SERVICES.fullmatch(name) or SECRETS.fullmatch(name) or value.endswith("\r")
-        if is_ours and value != bare(value):
-            os.environ[name] = bare(value)
-            stripped.append(name)
-    if stripped and os.environ.get("LOCAL_RANK", "0") == "0":
-        ends = "blanks or line ends around their values, which are not used"
-        say(
-            f"warning: {', '.join(sorted(stripped))}: {ends}; an env file may have Windows line ends",
-            file=sys.stderr,
-        )
-
-
-def bare(value: str) -> str:
-    """Return a value without blanks and unprintable characters at its ends."""
-    printed = [index for index, char in enumerate(value) if char.isprintable() and char != " "]
-    if printed:
-        return value[printed[0] : printed[-1] + 1]
-    return ""

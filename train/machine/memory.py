@@ -31,65 +31,47 @@ def available_bytes() -> int:
     """
     free = [psutil.virtual_memory().available]
     for folder, limit in memory_limits():
-        used = (
-            read_number(folder / "memory.current")
-            or read_number(folder / "memory.usage_in_bytes")
-            or 0
-        )
-        if (folder / "memory.stat").is_file():
-            stat = (folder / "memory.stat").read_text()
-        else:
-            stat = ""
-        dropped = re.search(r"^(?:total_)?inactive_file (\d+)", stat, re.MULTILINE)
+        used = read_number(folder / "memory.current") or 0
+        file = folder / "memory.stat"
+        stat = file.read_text() if file.is_file() else ""
+        dropped = re.search(r"^inactive_file (\d+)", stat, re.MULTILINE)
         free.append(max(0, limit - max(0, used - int(dropped[1] if dropped else 0))))
     return min(free)
 
 
 def memory_limits() -> list[tuple[Path, int]]:
     """Return the cgroups that limit this process's memory, with their limits in bytes."""
-    found = []
-    for folder in cgroup_folders("memory"):
-        limit = read_number(folder / "memory.max") or read_number(folder / "memory.limit_in_bytes")
-        # cgroup v1: about 2**63 if unlimited
-        found += [] if limit is None or limit >= 2**60 else [(folder, limit)]
-    return found
+    limits = ((folder, read_number(folder / "memory.max")) for folder in cgroup_folders())
+    return [(folder, limit) for folder, limit in limits if limit is not None]
 
 
 def usable_cpus() -> int:
     """Return the number of processors that this process may use, or its container's CPU quota if that is lower."""
     num_cpus = len(os.sched_getaffinity(0))
-    for folder in cgroup_folders("cpu"):
+    for folder in cgroup_folders():
         path = folder / "cpu.max"
-        quota, period = path.read_text().split() if path.is_file() else ("max", "")
-        # -1: no quota
-        if not path.is_file() and (least := read_number(folder / "cpu.cfs_quota_us")):
-            quota, period = str(least), str(read_number(folder / "cpu.cfs_period_us") or 100_000)
+        if not path.is_file():
+            continue
+        quota, period = path.read_text().split()
         if quota != "max":
             num_cpus = min(num_cpus, max(1, int(quota) // int(period)))
     return num_cpus
 
 
-def cgroup_folders(controller: str) -> list[Path]:
-    """Return the folders of this process's cgroup and its ancestors, innermost first."""
+def cgroup_folders() -> list[Path]:
+    """Return the folders of this process's cgroup (version 2) and its ancestors, innermost first."""
     # In a container, the process's cgroup may be mounted as the root; its ancestors are then not visible.
-    found: list[Path] = []
     file = PROC / "self/cgroup"
+    if not file.is_file():
+        return []
+    found: list[Path] = []
     # names may contain any bytes
-    if file.is_file():
-        lines = os.fsdecode(file.read_bytes()).split("\n")
-    else:
-        lines = []
-    for line in filter(None, lines):
-        _, controllers, path = line.split(":", 2)
-        # cgroup v2 has one tree for all controllers
-        if controllers == "" or controller in controllers.split(","):
-            if controllers:
-                root = CGROUPS / controller
-            else:
-                root = CGROUPS
+    for line in os.fsdecode(file.read_bytes()).split("\n"):
+        if line.startswith("0::"):
+            path = line.removeprefix("0::")
             # "..": the cgroup is above the container's root
             inside = Path("" if ".." in path else path.lstrip("/"))
-            found += [root / each for each in (inside, *inside.parents)]
+            found += [CGROUPS / each for each in (inside, *inside.parents)]
     return [folder for folder in dict.fromkeys(found) if folder.is_dir()]
 
 
@@ -106,8 +88,7 @@ def read_number(path: Path) -> int | None:
 
 def find_oom_counter() -> Path | None:
     """Return the file that counts OOM kills in this process's cgroup, or on the machine; None without such a file."""
-    names = ("memory.events", "memory.oom_control")  # cgroup v2, v1
-    paths = (folder / name for folder in cgroup_folders("memory") for name in names)
+    paths = (folder / "memory.events" for folder in cgroup_folders())
     files = (path for path in (*paths, PROC / "vmstat") if path.is_file())
     return next((path for path in files if "oom_kill " in path.read_text()), None)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from http.client import HTTPConnection
-from typing import Any
 from urllib.parse import urlsplit
 
 from train.config import check
@@ -26,24 +24,11 @@ class Metadata:
         )
         self.token, self.renew_at_s = "", 0.0
 
-    def get(self, path: str) -> Any:
-        """Return the JSON of a category under /latest/meta-data/; None if the category does not exist.
+    def get(self, path: str) -> str | None:
+        """Return the text of a category under /latest/meta-data/; None if the category does not exist.
 
         Raises OSError, HTTPException or ValueError if the service does not answer, or if its answer is invalid.
         """
-        content = self.content(path)
-        if content is None:
-            return None
-        return json.loads(content)
-
-    def text(self, path: str) -> str:
-        """Return the text of a category that every machine has. Raises the same errors as `get`."""
-        content = self.content(path)
-        if content is None:
-            raise OSError(f"the request for {path} failed with status 404")
-        return content.decode("ascii")
-
-    def content(self, path: str) -> bytes | None:
         # the second attempt has a new token, in case the service has lost the first
         for _ in range(2):
             if time.monotonic() >= self.renew_at_s:
@@ -56,7 +41,9 @@ class Metadata:
             self.renew_at_s = 0.0
         if status not in (200, 404):
             raise OSError(f"the request for {path} failed with status {status}")
-        return body if status == 200 else None
+        if status == 404:
+            return None
+        return body.decode("ascii")
 
     def renew(self) -> None:
         asked_s = time.monotonic()

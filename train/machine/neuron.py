@@ -6,61 +6,30 @@ SDK 2.31, the last with PyTorch/XLA.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
-import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-from train.config import InputError, check
+from train.config import check
 from train.config.backend import NEURON_TIMEOUT_S
 from train.machine.host import LOCAL_ROOT, NETWORK_FILESYSTEMS, compile_root, filesystem
 from train.machine.versions import read_versions, release
 
 # port of Neuron's collectives, as in torch_xla; above Linux's ephemeral ports
 ROOT_COMM_PORT = 62182
+# the oldest releases that work; torch-neuronx has PyTorch/XLA only in this one
+LEAST = {"torch-neuronx": (2, 9), "neuronx-cc": (2, 0)}
 FLAGS = ("--model-type=transformer", "--auto-cast=none", "--retry_failed_compilation")
 
 
-@dataclass(frozen=True)
-class Knob:
-    """An environment variable with an effect that users may not expect."""
-
-    name: str
-    why: str
-    is_dangerous: bool = False  # whether it changes the results
-
-
-KNOBS = (
-    Knob(
-        "XLA_USE_BF16",
-        "silently rounds every float32 to bfloat16; unset it and set backend.precision=bf16",
-        True,
-    ),
-    Knob(
-        "XLA_DOWNCAST_BF16",
-        "silently rounds float32 to bfloat16; unset it and set backend.precision=bf16",
-        True,
-    ),
-    Knob(
-        "NEURON_EXTRACT_GRAPHS_ONLY", "only collects graphs, so every result is 0; unset it", True
-    ),
-    Knob(
-        "XLA_USE_DUMMY_STORE",
-        "leaves the ranks without a store through which they connect; unset it",
-        True,
-    ),
-    Knob("BUCKET_CAP_MB", "is not read; set ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB instead"),
-    Knob("FI_EFA_FORK_SAFE", "is only for kernels before 5.15; unset it on newer ones"),
-)
-
-
-def bad_knobs(environ: Mapping[str, str]) -> list[Knob]:
-    """Return the KNOBS that are set to anything but an empty string or 0."""
-    return [knob for knob in KNOBS if environ.get(knob.name, "") not in ("", "0")]
+# Variables that silently change results, each with what it does and what to do.
+BAD_VARIABLES = {
+    "XLA_USE_BF16": "silently rounds every float32 to bfloat16; unset it and set backend.precision=bf16",
+    "XLA_DOWNCAST_BF16": "silently rounds float32 to bfloat16; unset it and set backend.precision=bf16",
+    "NEURON_EXTRACT_GRAPHS_ONLY": "only collects graphs, so every result is 0; unset it",
+}
 
 
 # ---- compiler flags and cache --------------------------------------------------------------------------------------
@@ -68,35 +37,14 @@ def bad_knobs(environ: Mapping[str, str]) -> list[Knob]:
 
 def with_flags(flags: str, wanted: Iterable[str]) -> str:
     """Append the `wanted` options to NEURON_CC_FLAGS, except options that the user already gave."""
-    given = {part.split("=")[0] for part in split_flags(flags)}
-    if flags.strip():
-        words = [flags]
-    else:
-        words = []
-    words += [flag for flag in wanted if flag.split("=")[0] not in given]
-    return " ".join(words)
+    given = {word.strip("\"'").split("=")[0] for word in flags.split()}
+    missing = [flag for flag in wanted if flag.split("=")[0] not in given]
+    return " ".join([flags, *missing]).strip()
 
 
 def cache_location(environ: Mapping[str, str]) -> str:
-    """Return where compiled graphs are kept: --cache_dir, else NEURON_COMPILE_CACHE_URL, else in `compile_root`."""
-    flags = split_flags(environ.get("NEURON_CC_FLAGS", ""))
-    given = [
-        each.removeprefix("--cache_dir=") for each in flags if each.startswith("--cache_dir=")
-    ]
-    given += [value for flag, value in itertools.pairwise(flags) if flag == "--cache_dir"]
-    if given:
-        return given[-1]
+    """Return where compiled graphs are kept: NEURON_COMPILE_CACHE_URL, else in `compile_root`."""
     return environ.get("NEURON_COMPILE_CACHE_URL") or str(compile_root() / "neuron")
-
-
-def split_flags(flags: str) -> list[str]:
-    """Return the options in NEURON_CC_FLAGS. Raises InputError if its quotes are not closed."""
-    try:
-        return shlex.split(flags)
-    except ValueError as error:
-        raise InputError(
-            f"NEURON_CC_FLAGS={flags} cannot be split into options ({error}); fix its quotes"
-        ) from error
 
 
 def cache_fault(environ: Mapping[str, str]) -> str | None:
@@ -132,8 +80,7 @@ def neuron_environment(
     `timeout_s` limits one execution, including its waits for other ranks. AWS's samples use 600 s, which is too short
     if another machine must compile first. If nothing must be compiled, the watchdog ends a hang sooner.
 
-    Raises InputError if the user's variables disable stochastic rounding that was requested, or give the ranks an
-    unusable address.
+    Raises InputError if the user's variables disable stochastic rounding that was requested.
     """
     wanted = {
         "NEURON_RT_EXEC_TIMEOUT": f"{math.ceil(timeout_s)}",
@@ -150,7 +97,10 @@ def neuron_environment(
             "away; unset it or choose another precision",
         )
     if "MASTER_ADDR" in environ:
-        wanted["NEURON_RT_ROOT_COMM_ID"] = root_address(environ, nodes=nodes)
+        host = environ["MASTER_ADDR"]
+        if ":" in host:
+            host = f"[{host}]"
+        wanted["NEURON_RT_ROOT_COMM_ID"] = f"{host}:{ROOT_COMM_PORT}"
     if nodes > 1:
         wanted["FI_PROVIDER"] = "efa"
         wanted["FI_EFA_USE_DEVICE_RDMA"] = "1"
@@ -159,50 +109,29 @@ def neuron_environment(
     return {**missing, "NEURON_CC_FLAGS": with_flags(environ.get("NEURON_CC_FLAGS", ""), FLAGS)}
 
 
-def root_address(environ: Mapping[str, str], *, nodes: int) -> str:
-    """Return the address of Neuron's collectives. Raises InputError if it cannot work."""
-    host = environ["MASTER_ADDR"]
-    if ":" in host:
-        host = f"[{host}]"
-    address = environ.get("NEURON_RT_ROOT_COMM_ID", f"{host}:{ROOT_COMM_PORT}")
-    check(
-        address.rpartition(":")[2] != environ.get("MASTER_PORT"),
-        f"NEURON_RT_ROOT_COMM_ID={address} has torchrun's port (MASTER_PORT); give torchrun another --master-port",
-    )
-    check(
-        nodes == 1 or not address.startswith(("localhost", "127.", "[::1]")),
-        f"NEURON_RT_ROOT_COMM_ID={address} means a different machine on each of the {nodes} machines; give "
-        "torchrun the address of one machine by --master-addr",
-    )
-    return address
-
-
 # ---- packages and devices ------------------------------------------------------------------------------------------
 
 
 def package_faults(versions: Mapping[str, str]) -> list[str]:
     """Return conflicts between the installed torch, torch-xla, torch-neuronx and neuronx-cc, each with its fix."""
-    faults, install = [], read_versions().sdk.install
-    torch, xla = versions.get("torch", ""), versions.get("torch-xla", "")
+    faults = []
+    install = read_versions().sdk.install
+    torch = versions.get("torch", "")
+    xla = versions.get("torch-xla", "")
     if xla and release(torch) != release(xla):
         faults.append(
             f"torch {torch or 'is missing'} with torch-xla {xla}: both must have the same release; "
             f"pip install 'torch=={'.'.join(map(str, release(xla)))}.*'"
         )
+    for name, least in LEAST.items():
+        version = versions.get(name, "")
+        if version and release(version) < least:
+            faults.append(
+                f"{name} {version} is too old, or the public index's empty stub; pip uninstall {name} && {install}"
+            )
     neuronx = versions.get("torch-neuronx", "")
-    if neuronx and neuronx.split(".")[0] == "1" and "+" not in neuronx and neuronx.count(".") < 3:
-        faults.append(
-            f"torch-neuronx {neuronx} is the public index's empty stub; pip uninstall torch-neuronx && {install}"
-        )
-    elif neuronx and release(neuronx) < (2, 9):
-        faults.append(f"torch-neuronx {neuronx} is older than 2.9; {install}")
-    elif neuronx and release(neuronx) > (2, 9):
+    if release(neuronx) > LEAST["torch-neuronx"]:
         faults.append(f"torch-neuronx {neuronx} has no PyTorch/XLA; {install}")
-    compiler = versions.get("neuronx-cc", "")
-    if compiler and compiler.split(".")[0] in ("0", "1"):
-        faults.append(
-            f"neuronx-cc {compiler} is the public index's empty stub; pip uninstall neuronx-cc && {install}"
-        )
     return faults
 
 
@@ -211,36 +140,9 @@ def neuron_devices() -> list[str]:
     return sorted(str(path) for path in Path("/dev").glob("neuron[0-9]*"))
 
 
-@dataclass(frozen=True)
-class Chip:
-    """A Neuron chip. Each rank uses one logical core."""
-
-    number: int
-    num_cores: int  # logical cores
-    # process id and command (may be empty) of processes that use it
-    holders: tuple[tuple[int, str], ...]
-    address: str  # PCI address with its domain; may be empty
-
-
-def read_neuron_ls(text: str) -> list[Chip]:
-    """Parse the output of `neuron-ls -j`. Older versions print fewer fields. Raises ValueError on other output."""
-    chips = []
+def cores_of_chips(text: str) -> list[int]:
+    """Return the number of logical cores of each chip from `neuron-ls -j`. Raises ValueError on other output."""
     try:
-        for number, entry in enumerate(json.loads(text)):
-            num_cores = entry.get("nc_count") or len(entry.get("neuroncore_ids") or ())
-            if not num_cores:
-                raise ValueError("no nc_count in it")
-            processes, bdf = entry.get("neuron_processes") or (), str(entry.get("bdf") or "")
-            holders = tuple(
-                (int(process["pid"]), str(process.get("command") or "")) for process in processes
-            )
-            if bdf.count(":") == 1:
-                address = f"0000:{bdf}"
-            else:
-                address = bdf
-            chips.append(
-                Chip(int(entry.get("neuron_device", number)), int(num_cores), holders, address)
-            )
-    except (TypeError, KeyError, AttributeError) as error:
+        return [int(chip["nc_count"]) for chip in json.loads(text)]
+    except (TypeError, KeyError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
-    return chips

@@ -32,7 +32,6 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 @dataclass(frozen=True)
 class Process:
     state: str  # R runs, S sleeps, D waits for a device or a disk, T is stopped, Z has ended; see proc(5)
-    parent: int
     started: (
         int  # clock ticks from boot to start; together with the id, this identifies the process
     )
@@ -47,7 +46,7 @@ def read_process(pid: int) -> Process | None:
     fields = text.rpartition(")")[
         2
     ].split()  # the process's name, before the last ")", may contain anything
-    return Process(state=fields[0], parent=int(fields[1]), started=int(fields[19]))
+    return Process(state=fields[0], started=int(fields[19]))
 
 
 def age_s(pid: int) -> float:

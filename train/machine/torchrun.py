@@ -51,29 +51,15 @@ def die_with_torchrun() -> None:
 
 @cache
 def find_torchrun() -> tuple[int, int] | None:
-    """Return the process id and the start time of torchrun; None if it had ended at the first call.
+    """Return the process id and the start time of torchrun, the parent; None if it had ended at the first call.
 
-    It is the nearest process above this one to which torchrun has not given this rank's variables: a user's script may
-    be in between, and emulators change the names of processes. Process 1 adopts the ranks of a torchrun that ended. In
-    a container, it may be torchrun itself.
+    Process 1 adopts the ranks of a torchrun that ended. In a container, it may be torchrun itself.
     """
     pid = os.getppid()
-    while pid > 1 and has_variables_of_this_rank(pid):
-        process = read_process(pid)
-        pid = process.parent if process else 0
     process = read_process(pid)
     if process and (pid > 1 or runs_python(pid)):
         return (pid, process.started)
     return None
-
-
-def has_variables_of_this_rank(pid: int) -> bool:
-    """Return whether torchrun, or a process that it started for this rank, has started the process `pid`."""
-    ours = f"{ERROR_FILE}={os.environ.get(ERROR_FILE)}".encode()
-    try:
-        return ours in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:  # another user's process
-        return False
 
 
 def runs_python(pid: int) -> bool:

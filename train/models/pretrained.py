@@ -19,7 +19,7 @@ from train.data.files.errors import naming
 from train.data.text.tokenizer import quiet
 from train.storage.foreign import check_folder, read_whole
 from train.storage.hub_access import asking_hub, fetched, why_missing
-from train.storage.model_folder import models_below, read_model_json
+from train.storage.model_folder import read_model_json
 from train.storage.schema import FileName, of_type, read_object
 
 logger = logging.getLogger("train")
@@ -195,9 +195,7 @@ def read_model_config(source: str) -> PreTrainedConfig:
     except BAD_FILES as error:
         raise InputError(unavailable(source, error)) from error
     if values is None:
-        raise InputError(
-            unavailable(source, FileNotFoundError(f"it has no config.json{models_below(folder)}"))
-        )
+        raise InputError(unavailable(source, FileNotFoundError("it has no config.json")))
     try:
         config = AutoConfig.for_model(
             values.pop("model_type"), **{**values, "name_or_path": source}

@@ -35,7 +35,6 @@ from train.storage.folders import (
 from train.storage.foreign import check_inside
 from train.storage.hub_access import hub_or_path, is_at_hub
 from train.storage.imported import flags
-from train.storage.model_folder import models_below
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -83,7 +82,7 @@ def located(key: str, location: str, s3: S3Config, cache: Path, *, needs: str) -
     check(
         is_run,
         f"{key}={location} is neither a run (it has no config.yaml with metrics.jsonl) nor a transformers folder "
-        f"(it has no {needs}{'' if is_s3(location) else models_below(local_path(location))})",
+        f"(it has no {needs})",
     )
     exported = {name.removeprefix("export/") for name in folder.names("export/")}
     if "config.json" in exported and any(name.endswith(".safetensors") for name in exported):

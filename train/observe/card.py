@@ -18,6 +18,7 @@ from train.observe.report.data import (
     labels_table,
     metrics_table,
     read_mapping,
+    splits_of,
     splits_table,
 )
 from train.observe.report.page import facts, fill_template
@@ -80,9 +81,11 @@ def card(path: Path, name: str) -> str:
         "scores": scores_table(run),
         "exported_step": run.exported_step,
         "is_evaluated": run.exported_step in set(run.evaluations.step),
-        "evaluated_step": records.step,
+        "evaluated_step": count(records.step),
         "metrics": metrics_table(records),
-        "classes": {split.name: classes_table(split) for split in records.evaluated},
+        "classes": {
+            name: classes_table(split) for name, split in splits_of(records.evaluation).items()
+        },
         "data": public_name(run, "data.path"),
         "data_id": run.value("identity.data"),
         "data_tables": [splits_table(records), labels_table(records)],
@@ -154,7 +157,7 @@ def metadata(run: Run, records: Records, name: str) -> str:
 
 def exported_scores(run: Run, records: Records) -> Iterator[tuple[str, str, float]]:
     """Yield (split, metric, value) for each score of the exported weights."""
-    others = [split.name for split in records.evaluated if split.name != "validation"]
+    others = [name for name in splits_of(records.evaluation) if name != "validation"]
     for name, points in run.summary["scores"].items():
         value, _ = points.get("exported", (None, 0))
         if value is not None:

@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
 from typing import TYPE_CHECKING, Any
@@ -56,6 +56,11 @@ class Window:
     compile_s: float = 0.0  # seconds of compiling in steps
 
 
+def lengths_of(micro_batches: Iterable[Batch]) -> list[int]:
+    """Return the length in tokens, padding included, of each micro batch."""
+    return [batch["inputs"]["input_ids"].shape[-1] for batch in micro_batches]
+
+
 @dataclass
 class Recorder:
     """A context manager that measures on all ranks and writes metrics lines on rank 0."""
@@ -76,11 +81,10 @@ class Recorder:
     all_tokens: float = 0.0  # tokens of all ranks in this attempt, up to the last line
     total_flops: float = 0.0  # the model's FLOPs on all ranks in this attempt
     train_s: float = 0.0
-    passes_s: float = 0.0  # seconds that all ranks spent in passes (forward, backward) after the first train line
-    spans_s: float = 0.0  # seconds from a step's first pass to its last, summed like passes_s; 0 without a pipeline
     steps_done: int = 0  # optimizer steps in this attempt
-    steps_of: Counter[int] = field(default_factory=Counter)  # steps_done by sequence length
-    last_length: int = 0
+    # steps_done by sequence length; a step may have several
+    steps_of: Counter[int] = field(default_factory=Counter)
+    last_lengths: Sequence[int] = (0,)  # those of the last step's micro batches
     is_first_evaluation: bool = True
     skipped: int = 0  # steps that this process skipped because their gradient was not finite
     skips_in_a_row: int = 0  # consecutive skipped steps, up to the last line
@@ -94,11 +98,11 @@ class Recorder:
 
     @property
     def is_first(self) -> bool:
-        """True while the sequence length of the last step may still trigger compilation."""
-        return self.is_new(self.last_length)
+        """True while a sequence length of the last step may still trigger compilation."""
+        return self.is_new(self.last_lengths)
 
-    def is_new(self, seq_len: int) -> bool:
-        return self.steps_of[seq_len] < COMPILED_STEPS
+    def is_new(self, lengths: Iterable[int]) -> bool:
+        return any(self.steps_of[length] < COMPILED_STEPS for length in lengths)
 
     def __enter__(self) -> Recorder:
         step, is_first_rank, cfg = self.progress.step, self.world.rank == 0, self.cfg
@@ -157,17 +161,16 @@ class Recorder:
         *,
         lr: float,
         micro_batches: Sequence[Batch],
-        seq_len: int,
         grad_norm: Tensor,
     ) -> None:
-        """Record a step of this rank's `micro_batches`, padded to `seq_len` tokens.
+        """Record a step of this rank's `micro_batches`.
 
         Every `log_every` steps, or if `reads` is set, read values from the device, sum them over the ranks and write a
         train line. After writing it, raise FloatingPointError on all ranks if the loss or the gradient norm is not
         finite, unless the step was skipped for that reason.
         """
         step = self.progress.step
-        self._count(micro_batches, seq_len)
+        self._count(micro_batches)
         must = reads or self.backend.skips.known_streak() >= self.cfg.nonfinite.max_skips
         is_due = must or step % self.cfg.log_every == 0 or step == self.plan.total_steps
         if is_due:
@@ -206,61 +209,54 @@ class Recorder:
                 "run_dir, with a lower optim.lr or in fp32"
             )
 
-    def _count(self, micro_batches: Sequence[Batch], seq_len: int) -> None:
-        window, examples = self.window, self.plan.global_batch_size
+    def _count(self, micro_batches: Sequence[Batch]) -> None:
+        window, lengths = self.window, lengths_of(micro_batches)
+        examples = self.plan.global_batch_size / len(lengths)
         tokens = self.share * sum(batch["tokens"] for batch in micro_batches)
-        flops = examples * (self.flops_per_example(seq_len) or 0.0)
+        flops = examples * sum(self.flops_per_example(length) or 0.0 for length in lengths)
         window.steps += 1
         window.count += self.share * sum(batch["count"] for batch in micro_batches)
         window.tokens += tokens
-        window.slots += examples * seq_len
+        window.slots += examples * sum(lengths)
         window.flops += flops
         self.own_tokens += tokens
         self.total_flops += flops
         self.steps_done += 1
-        self.steps_of[seq_len] += 1
-        self.last_length = seq_len
+        self.steps_of.update(set(lengths))
+        self.last_lengths = lengths
 
     def _add_up(self) -> dict[str, float]:
         """Sum the window over the ranks, and return the fields of the line that are made from these sums."""
         window, world = self.window, self.world
+        # Seconds in passes (forward, backward), and from a step's first pass to its last; 0 without a pipeline.
         passes_s, span_s = self.backend.work.take_s(), self.backend.span.take_s()
         works_s = [0.0] * world.size
         works_s[world.rank] = window.work_s + passes_s
-        sums = iter(
-            world.sum(
-                [
-                    self.engine.take_loss(),
-                    window.wait_s / world.size,
-                    passes_s,
-                    span_s,
-                    window.count,
-                    window.tokens,
-                    self.own_tokens,
-                    *works_s,
-                    *self.monitor.read(),
-                ]
-            )
-        )
-        loss_sum = next(sums)
-        wait_s = next(sums)
-        passes_s = next(sums)
-        span_s = next(sums)
-        window.count = next(sums)
-        # The shares of a pipeline's ranks may add up to slightly less than a whole number.
-        window.tokens = round(next(sums))
-        self.all_tokens = next(sums)
-        works_s = [next(sums) for _ in works_s]
-        if self.steps_done > window.steps:
-            self.passes_s += passes_s
-            self.spans_s += span_s
-        return {
-            "loss": loss_sum / (window.count or 1.0),
-            "data_wait_s": wait_s,
-            **bubble_share(passes_s, span_s),
-            **slowest(works_s, num_stages=self.cfg.parallel.num_stages),
-            **hardware_fields(list(sums)),
+        own = {
+            "loss": self.engine.take_loss(),
+            "wait_s": window.wait_s / world.size,
+            "passes_s": passes_s,
+            "span_s": span_s,
+            "count": window.count,
+            "tokens": window.tokens,
+            "all_tokens": self.own_tokens,
         }
+        summed = world.sum([*own.values(), *works_s, *self.monitor.read()])
+        sums = dict(zip(own, summed, strict=False))
+        more = summed[len(own) :]
+        window.count = sums["count"]
+        # The shares of a pipeline's ranks may add up to slightly less than a whole number.
+        window.tokens = round(sums["tokens"])
+        self.all_tokens = sums["all_tokens"]
+        fields = {
+            "loss": sums["loss"] / (window.count or 1.0),
+            "data_wait_s": sums["wait_s"],
+            **slowest(more[: world.size]),
+            **hardware_fields(more[world.size :]),
+        }
+        if sums["span_s"]:
+            fields["bubble_share"] = max(0.0, 1 - sums["passes_s"] / sums["span_s"])
+        return fields
 
     def _write_train(self, fields: dict[str, float]) -> None:
         window = self.window
@@ -283,8 +279,6 @@ class Recorder:
             line["mfu"] = mfu
         if self.backend.scaler.is_enabled():
             line["loss_scale"] = self.backend.scaler.get_scale()
-        if window.tokens < window.slots:
-            line["padding_share"] = 1 - window.tokens / window.slots
         if window.compile_s:
             line |= {"compile_s": window.compile_s, "graphs": self.backend.graphs().compiled}
         self.write("train", line, lambda: self.console.train(line))
@@ -333,15 +327,17 @@ class Recorder:
 
         All ranks must call this. A finished run that is started again writes no second summary.
         """
-        has_measured = self.steps_done > 0 or not self.is_first_evaluation
-        return (
-            has_measured
-            or self.world.sum([self.journal is not None and self.journal.owes_summary])[0] > 0
-        )
+        if self.steps_done or not self.is_first_evaluation:
+            return True
+        owes = self.journal is not None and self.journal.owes_summary
+        return self.world.sum([owes])[0] > 0
 
     def summary(self, reason: str, facts: dict[str, Any]) -> None:
         """Write the last line of this attempt. Unknown values are null."""
         tokens, graphs = round(self.world.sum([self.own_tokens])[0]), self.backend.graphs()
+        tokens_per_s, mfu = None, None
+        if self.train_s:
+            tokens_per_s, mfu = tokens / self.train_s, self.mfu(self.total_flops / self.train_s)
         self.write(
             "summary",
             {
@@ -351,11 +347,9 @@ class Recorder:
                 "train_s": self.train_s,
                 "compile_s": graphs.compile_s,
                 "graphs": graphs.compiled,
-                "executions": graphs.executed,
                 "tokens": tokens,
-                "tokens_per_s": tokens / self.train_s if self.train_s else None,
-                "mfu": self.mfu(self.total_flops / self.train_s) if self.train_s else None,
-                "cost_usd": None,  # `write` replaces it if the cost is known
+                "tokens_per_s": tokens_per_s,
+                "mfu": mfu,
                 "goodput": self.goodput(),
                 "productive_s": self.progress.productive_s,
                 "skipped_steps": self.progress.skipped,
@@ -366,9 +360,6 @@ class Recorder:
                 "precision": self.backend.precision,
                 "peak_device_bytes": peak_device_bytes(),
                 "peak_host_bytes": own_peak_bytes(),
-                "peak_bytes_of_ranks": self.world.gather(peak_device_bytes() or own_peak_bytes()),
-                **bubble_share(self.passes_s, self.spans_s),
-                **({"bubble_share_ideal": self.cfg.parallel.bubble} if self.spans_s else {}),
                 **facts,
             },
         )
@@ -389,34 +380,22 @@ class Recorder:
         """Write a line on rank 0, and call `then` on every rank. Rank 0 may do both later: see Journal.write."""
         if self.journal is not None and self.on_line is None:
             cost_usd = self.cost_usd()
-            self.journal.write(
-                kind, values if cost_usd is None else {**values, "cost_usd": cost_usd}, then
-            )
+            if cost_usd is not None:
+                values = {**values, "cost_usd": cost_usd}
+            self.journal.write(kind, values, then)
             return
         if self.on_line is not None:
             self.on_line(self, kind, values)
         then()
 
 
-def bubble_share(passes_s: float, spans_s: float) -> dict[str, float]:
-    """Return the share of a pipeline's time in which ranks waited for other stages; {} without a pipeline."""
-    if not spans_s:
-        return {}
-    return {"bubble_share": max(0.0, 1 - passes_s / spans_s)}
-
-
-def slowest(works_s: Sequence[float], *, num_stages: int) -> dict[str, float]:
-    """Return the rank that works longest, and its time over the median of its pipeline stage; {} if it is alone in it.
+def slowest(works_s: Sequence[float]) -> dict[str, float]:
+    """Return the rank that works longest, and its time over the median; {} if there is one rank.
 
     `works_s` has each rank's seconds of work, without waits for other ranks.
     """
-    ratios = {}
-    for stage in range(num_stages):
-        ranks = range(stage, len(works_s), num_stages)
-        middle_s = median_low(works_s[rank] for rank in ranks)
-        if len(ranks) > 1 and middle_s > 0:
-            ratios.update({rank: works_s[rank] / middle_s for rank in ranks})
-    if not ratios:
+    middle_s = median_low(works_s)
+    if len(works_s) == 1 or middle_s <= 0:
         return {}
-    rank = max(ratios, key=ratios.__getitem__)
-    return {"slowest_rank": rank, "slowest_ratio": ratios[rank]}
+    most_s = max(works_s)
+    return {"slowest_rank": works_s.index(most_s), "slowest_ratio": most_s / middle_s}

@@ -11,6 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from train.config import TrainConfig
 from train.run_folder.run_folder import RunFolder, side_channel
 
@@ -37,7 +39,7 @@ class Profiler:
             self.backend.copy_to_host([], [])  # waits for the device
             with side_channel(NO_PROFILE):
                 self.scratch = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-                tracing = self.backend.tracer(Path(self.scratch.name) / "device")
+                tracing = torch.profiler.profile()
                 tracing.start()
                 self.tracing = tracing
 
@@ -65,7 +67,7 @@ class Profiler:
             )
 
     def write(self, scratch: Path) -> None:
-        """Write the table, the trace, and the device profiler's files (under `scratch`) to the run folder."""
+        """Write the table and the trace to the run folder, by way of `scratch`."""
         backend, folder = self.backend, self.folder.folder
         rows = self.tracing.key_averages()
         has_device = any(row.self_device_time_total > 0 for row in rows)
@@ -74,9 +76,6 @@ class Profiler:
         title = (
             f"{backend.name} on {backend.device_name}, {backend.precision}: {STEPS} traced steps"
         )
-        for file in (scratch / "device").rglob("*"):
-            if file.is_file():
-                folder.write(f"profile/{file.relative_to(scratch)}", file.read_bytes())
         self.tracing.export_chrome_trace(str(scratch / "trace.json"))
         folder.write("profile/trace.json.gz", gzip.compress((scratch / "trace.json").read_bytes()))
         folder.write("profile/table.txt", f"{title}\n\n{table}\n{backend.profile_text()}".encode())

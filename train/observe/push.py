@@ -1,15 +1,11 @@
-"""Pushing a run to the Hugging Face Hub, in one commit.
+"""Pushing the exported model of a run to the Hugging Face Hub, with its tokenizer and card, in one commit.
 
-The commit contains the exported model with its tokenizer and card, the TensorBoard files, the evaluation, and the
-numbers in the metrics lines. The configuration and the strings in these lines are not pushed, since they may contain
-private paths. The token (from HF_TOKEN or `hf auth login`) is never written to a file or a message.
+The token (from HF_TOKEN or `hf auth login`) is never written to a file or a message.
 """
 
 from __future__ import annotations
 
-import json
 import shlex
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,19 +15,13 @@ from train.config import Failure, InputError, S3Config, TrainConfig, Unreachable
 from train.machine import host
 from train.machine.launched import launched
 from train.observe import card
-from train.observe.lines import read_lines
-from train.run_folder.metrics_files import files_of
 from train.run_folder.run_folder import RunFolder
-from train.storage.folders import LocalFolder, is_s3, local_path, make_folder
+from train.storage.folders import is_s3, local_path, make_folder
 from train.storage.foreign import is_inside
 from train.storage.schema import is_path
 
 SILENCE_S = 600.0  # seconds to wait for the Hub's response to a part of an upload
 VISIBLE = {True: "private", False: "public"}
-# Kinds of metrics lines whose numbers are pushed.
-NUMBERS_OF = ("train", "eval", "checkpoint", "summary")
-# The files from which the card is made, besides the metrics lines.
-CARD_FILES = {"config.yaml", "environment.json", "data.json", "evaluation.json"}
 
 
 # ---- before and after a run ----------------------------------------------------------------------------------------
@@ -48,7 +38,7 @@ def check_push(cfg: TrainConfig) -> None:
 def push(folder: RunFolder, to: str) -> str:
     """Push a complete run to a private repository and return its address. Raises Failure if the Hub rejects it."""
     try:
-        return send(gathered(folder.path, Path(folder.location).name), to, private=True)
+        return send(gathered(folder.path), to, private=True)
     except (InputError, Unreachable) as error:
         again = command(folder.location, to, folder.s3)
         raise Failure(f"{error}; the run is complete: push it again with {again}") from None
@@ -63,41 +53,15 @@ def command(location: str, to: str, s3: S3Config) -> str:
 # ---- what is pushed ------------------------------------------------------------------------------------------------
 
 
-def gathered(run: Path, name: str) -> dict[str, Path | bytes]:
-    """Return {name on the Hub: path or content} of the files to push. Raises InputError if nothing was exported."""
+def gathered(run: Path) -> dict[str, Path]:
+    """Return {name on the Hub: path} of the exported files. Raises InputError if nothing was exported."""
     export = run / "export"
     check(
         (export / "config.json").is_file() and any(export.glob("*.safetensors")),
         f"{run} has no exported model: the run has not ended, or had export=false; see baretrain checkpoints",
     )
-    files: dict[str, Path | bytes] = {}
-    for path in sorted(export.rglob("*")):
-        if is_to_push(path, run):
-            files[path.relative_to(export).as_posix()] = path
-    for path in sorted(run.glob("tensorboard/events.out.tfevents.*")):
-        if is_to_push(path, run):
-            # events.out.tfevents.<time>.<host>.<pid>.<number>: the host is left out.
-            parts = path.name.split(".")
-            files[f"runs/{name}/{'.'.join([*parts[:4], *parts[4:][-2:]])}"] = path
-    if is_to_push(run / "evaluation.json", run):
-        files["evaluation.json"] = run / "evaluation.json"
-    files["metrics.jsonl"] = "".join(public_lines(run)).encode()
-    readme = export / card.NAME
-    if is_to_push(readme, run):
-        files[card.NAME] = readme.read_bytes()
-    else:
-        files[card.NAME] = card.card(run, name).encode()
-    return files
-
-
-def public_lines(run: Path) -> Iterator[str]:
-    """Yield the metrics lines without their strings, which may contain hosts and paths."""
-    for line in read_lines(LocalFolder(run)):
-        if line["kind"] in NUMBERS_OF:
-            strings = [key for key, value in line.items() if isinstance(value, str)]
-            for key in set(strings) - {"kind"}:
-                del line[key]
-            yield json.dumps(line) + "\n"
+    paths = [path for path in sorted(export.rglob("*")) if is_to_push(path, run)]
+    return {path.relative_to(export).as_posix(): path for path in paths}
 
 
 def is_to_push(path: Path, run: Path) -> bool:
@@ -111,21 +75,20 @@ def is_to_push(path: Path, run: Path) -> bool:
 
 @contextmanager
 def run_here(folder: RunFolder, cache_dir: str | None) -> Iterator[Path]:
-    """Yield the run folder on this machine; for a run in S3, a copy of the files to push."""
+    """Yield the run folder on this machine; for a run in S3, a copy of its export."""
     there = folder.folder.names_here()
     check("environment.json" in there, f"{folder.location} is not a run folder; name a run_dir")
     if not folder.is_remote:
         yield folder.path
         return
-    cache = make_folder(local_path(cache_dir) if cache_dir else host.cache_root())
-    with tempfile.TemporaryDirectory(prefix="hub-", dir=cache) as scratch:
-        names = {*folder.folder.names("export/"), *files_of(folder.folder), *(there & CARD_FILES)}
-        for name in names:
+    cache = host.cache_root()
+    if cache_dir is not None:
+        cache = local_path(cache_dir)
+    with tempfile.TemporaryDirectory(prefix="hub-", dir=make_folder(cache)) as scratch:
+        for name in folder.folder.names("export/"):
             path = Path(scratch) / name
             path.parent.mkdir(parents=True, exist_ok=True)
             folder.folder.download(name, path)
-        if folder.tensorboard.is_dir():
-            shutil.copytree(folder.tensorboard, Path(scratch) / "tensorboard")
         yield Path(scratch)
 
 
@@ -154,7 +117,7 @@ def checked_token(to: str) -> str:
     return token
 
 
-def send(files: dict[str, Path | bytes], to: str, *, private: bool) -> str:
+def send(files: dict[str, Path], to: str, *, private: bool) -> str:
     """Push all files in one commit to a model repository, which is created if it is missing. Return its address.
 
     Raises InputError if the token may not write to it, or if everybody can see it although the run is `private`.
@@ -163,13 +126,12 @@ def send(files: dict[str, Path | bytes], to: str, *, private: bool) -> str:
     from huggingface_hub import CommitOperationAdd, HfApi
 
     token = checked_token(to)
-    readme = files[card.NAME]
-    assert isinstance(readme, bytes)
-    files = {**files, card.NAME: readme.replace(card.HERE.encode(), to.encode())}
     operations = []
-    for name, content in files.items():
-        source = str(content) if isinstance(content, Path) else content
-        operations.append(CommitOperationAdd(name, source))
+    for name, path in files.items():
+        content: str | bytes = str(path)
+        if name == card.NAME:
+            content = path.read_bytes().replace(card.HERE.encode(), to.encode())
+        operations.append(CommitOperationAdd(name, content))
     with asking(to, token):
         api = HfApi(token=token)
         url = api.create_repo(to, private=private, exist_ok=True)
@@ -179,8 +141,7 @@ def send(files: dict[str, Path | bytes], to: str, *, private: bool) -> str:
             f"{to} is {VISIBLE[is_private]} on the Hub, but the run should be {VISIBLE[private]}: choose another name, "
             f"or change this on the Hub, or push with baretrain hub RUN --to {to} --{VISIBLE[is_private]}",
         )
-        message = "Model, card and curves of a training run"
-        api.create_commit(to, operations, commit_message=message)
+        api.create_commit(to, operations, commit_message="Model and card of a training run")
     return str(url)
 
 
@@ -192,7 +153,7 @@ def asking(to: str, token: str) -> Iterator[None]:
     traceback would print it, and some httpx errors quote the request's headers, which contain the token.
     """
     from huggingface_hub import get_session
-    from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HTTPError
 
     session = get_session()
     before, session.timeout = session.timeout, SILENCE_S
@@ -201,8 +162,9 @@ def asking(to: str, token: str) -> Iterator[None]:
     except (InputError, Failure):
         raise
     except (HTTPError, OSError, ValueError, RuntimeError) as error:  # an upload may raise any
-        cause = error.__cause__ if isinstance(error, RuntimeError) else None
-        cause = cause or error
+        cause: BaseException = error
+        if isinstance(error, RuntimeError) and error.__cause__ is not None:
+            cause = error.__cause__
         text = f"{type(cause).__name__}: {cause}"
         for secret in (token, repr(token)[1:-1]):
             text = text.replace(secret, "(token)")
@@ -213,7 +175,6 @@ def asking(to: str, token: str) -> Iterator[None]:
                 f"not pushed to {to}: the Hub rejects the token; run hf auth login, or set HF_TOKEN to one with write "
                 f"access ({text})"
             ) from None
-        kind = InputError if isinstance(cause, OfflineModeIsEnabled) else Unreachable
-        raise kind(f"not pushed to {to}: the Hub cannot be reached ({text})") from None
+        raise Unreachable(f"not pushed to {to}: the Hub cannot be reached ({text})") from None
     finally:
         session.timeout = before

@@ -10,7 +10,6 @@ import importlib.util
 import logging
 import math
 import os
-import posixpath
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -88,9 +87,11 @@ class MLflow:
         self.id = mine.info.run_id
         client.update_run(self.id, status="RUNNING")
         params = []
-        for key, value in run.settings.items():
-            if mlflow_key(key) not in mine.data.params:  # MLflow rejects another value
-                params.append(Param(mlflow_key(key), str(value)[:MOST_CHARS]))
+        for setting, value in run.settings.items():
+            # A key may contain a label of the user's, as in data.label_map.
+            key = re.sub(r"[^\w.\- ]", "_", setting)[:MOST_KEY]
+            if key not in mine.data.params:  # MLflow rejects another value
+                params.append(Param(key, str(value)[:MOST_CHARS]))
         for first in range(0, len(params), MOST_PARAMS):
             some = params[first : first + MOST_PARAMS]
             client.log_batch(self.id, params=some, synchronous=True)
@@ -99,21 +100,12 @@ class MLflow:
         from mlflow.entities import Metric
 
         time_ms = round(1000 * time_unix_s)
-        metrics = [Metric(mlflow_key(key), value, time_ms, step) for key, value in figures.items()]
+        metrics = [Metric(key, value, time_ms, step) for key, value in figures.items()]
         self.client.log_batch(self.id, metrics=metrics, synchronous=False)
 
     def end(self, status: str) -> None:
         """Record how the attempt ended: FINISHED, FAILED or KILLED."""
         self.client.set_terminated(self.id, status)
-
-
-def mlflow_key(name: str) -> str:
-    """Return a name as MLflow accepts it: the names of validation sets are the user's."""
-    key = re.sub(r"[^\w.\- /]", "_", name)[:MOST_KEY]
-    # MLflow may use the name as a file's.
-    if posixpath.normpath(key) == key and not key.startswith((".", "/")):
-        return key
-    return "_" + key.replace("/", "_")[1:]
 
 
 class WandB:
@@ -144,7 +136,7 @@ class WandB:
         self.run.log(figures, step=step)
 
     def end(self, status: str) -> None:
-        self.run.finish(exit_code=0 if status == "FINISHED" else 1)
+        self.run.finish(exit_code=int(status != "FINISHED"))
 
 
 CLIENTS: dict[str, Callable[[Run, Callable[[str], None]], MLflow | WandB]] = {

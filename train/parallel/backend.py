@@ -8,13 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from train.parallel.graphs import Compilers, Graphs
+from train.parallel.graphs import Graphs
 from train.parallel.nonfinite import Skips
 from train.parallel.ranks import World
 
@@ -59,8 +59,6 @@ class Backend(ABC):
     compiler: TorchCompiler | None = None  # of torch.compile; None if nothing is compiled
     # whether each graph is only traced, so that results are meaningless (`precompile`)
     collects: bool = False
-    # whether dropout is known to repeat exactly after a random state is restored
-    continues_dropout: bool = True
     captures: bool = False  # whether steps of parallel=data run as CUDA graphs
     compiles: str = "none"  # the parts that torch.compile compiles: none | layers | model
     pin_memory: bool  # whether batches are in page-locked memory, so that copies to the device overlap with computing
@@ -74,7 +72,6 @@ class Backend(ABC):
         self.work = Work()
         # Seconds from the first to the last pass of a step, including waits for other ranks.
         self.span = Work()
-        self.compilers = Compilers()
         # The scaler multiplies losses before backward passes. It does nothing unless the precision is fp16.
         self.scaler = torch.amp.GradScaler("cpu", enabled=False)
 
@@ -150,15 +147,15 @@ class Backend(ABC):
         for buffer, copy in zip(buffers, self.to_host(tensors), strict=True):
             buffer.copy_(copy)
 
+    def is_compiling(self) -> bool:
+        """Return whether the training thread is compiling a graph. Any thread may call this."""
+        return False
+
     # ---- reports from the device -----------------------------------------------------------------------------------
 
     @abstractmethod
     def graphs(self) -> Graphs:
         """Return counts of compiled and executed graphs; zeros if the device has no graphs."""
-
-    def tracer(self, folder: Path) -> torch.profiler.profile:
-        """Return a profiler of steps. The device's tools write their additional files to `folder`."""
-        return torch.profiler.profile()
 
     def profile_text(self) -> str:
         """Return the device's text summary of all steps so far; "" if PyTorch's profiler covers everything."""
@@ -177,10 +174,6 @@ class Backend(ABC):
     @abstractmethod
     def set_rng_state(self, state: State) -> None:
         """Restore a random state, which may come from another kind of device."""
-
-    def save(self, state: State, file: BinaryIO) -> None:
-        """Write host tensors and containers to a file that `load` reads. Called from the checkpoint writer's thread."""
-        torch.save(state, file)
 
     def close(self) -> None:
         """Leave the process group. The caller must have dropped its references to the model and optimizer.
@@ -234,6 +227,6 @@ def round_to_bf16(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def load(path: Path) -> State:
-    """Load a file that `save` wrote. It is memory-mapped on the host, so the ranks of a machine share its pages."""
+    """Load a file of a checkpoint. It is memory-mapped on the host, so the ranks of a machine share its pages."""
     state: State = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return state

@@ -6,7 +6,6 @@ decisions are exchanged between the hosts (`train.parallel.ranks.World`), so no 
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 
 import torch
@@ -15,8 +14,6 @@ from train.config import BackendConfig, InstanceConfig, TrainConfig, check
 from train.machine import host, neuron
 from train.parallel.backend import Backend
 from train.parallel.compiled import Workload
-
-logger = logging.getLogger("train")
 
 
 def name_of(cfg: BackendConfig, instance: InstanceConfig) -> str:
@@ -94,7 +91,7 @@ def open_backend(
 
 
 def check_trainium(cfg: BackendConfig, instance: InstanceConfig) -> None:
-    """Raise InputError on a Trainium machine whose driver is not loaded; warn if no instance is set."""
+    """Raise InputError on a Trainium machine whose driver is not loaded."""
     kind = host.instance_type()
     if not kind.startswith("trn"):
         return
@@ -103,6 +100,3 @@ def check_trainium(cfg: BackendConfig, instance: InstanceConfig) -> None:
         f"this is a {kind} without /dev/neuron0: its driver is not loaded (see baretrain doctor); set "
         "backend.device=cpu to train on the CPU",
     )
-    if instance.name == "local":
-        text = "this is a %s: set instance=%s to check the ranks and report MFU and cost"
-        logger.warning(text, kind, kind)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,9 +39,6 @@ LEAST_PASSES = 5000
 # The host takes 2.5 ms to launch the kernels of a compiled layer, forward and backward. On an H100, a layer with this
 # much work (tokens times the squared hidden size) runs for longer than that. With less work, the GPU would wait.
 LEAST_LAYER_WORK = 1.5e10
-# Seconds to compile, for one batch length, the graph that equal layers share, and a whole encoder (per layer).
-LAYER_COMPILE_S = 20.0
-MODEL_LAYER_COMPILE_S = 6.0
 
 
 @dataclass(frozen=True)
@@ -70,7 +66,9 @@ class TorchCompiler:
         self.compile_s = 0.0
         self.began_s: float | None = None
         self.budget = GraphBudget(
-            lambda: self.compiled, is_fatal=False, hint="TORCH_LOGS=recompiles prints why"
+            lambda: self.compiled,
+            is_fatal=False,
+            hint="TORCH_LOGS=recompiles prints why",
         )
         self.callbacks = callback_handler
         self.callbacks.register_start_callback(self.begin)
@@ -90,30 +88,11 @@ class TorchCompiler:
         """
         if self.what == "auto":
             self.what = way_of(model, self.work, one_graph=one_graph)
-            self.log_choice(model)
+            logger.info("backend.compile=auto chose backend.compile=%s", self.what)
         if self.what == "model":
             self.graphs_per_length += model.compile_encoder(self.optimised)
         else:
             self.graphs_per_length += model.compile_layers(self.optimised, widens=widens)
-
-    def log_choice(self, model: Network) -> None:
-        part = "each layer"
-        took_s = LAYER_COMPILE_S
-        if self.what == "model":
-            part = "the encoder as one graph"
-            took_s = MODEL_LAYER_COMPILE_S * model.network.config.num_hidden_layers
-        if self.work.passes == sys.maxsize:
-            passes = "many"
-        else:
-            passes = f"{self.work.passes:,}"
-        logger.info(
-            "backend.compile=auto compiles %s (backend.compile=%s): about %.0f s for each batch length, and there are "
-            "%s micro batches of each",
-            part,
-            self.what,
-            took_s,
-            passes,
-        )
 
     def compile_loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
         """Return a compiled loss function of logits. It adds one training graph for each batch length."""

@@ -56,16 +56,13 @@ class DataParallel(Engine):
         self.parameters = [
             parameter for parameter in model.parameters() if parameter.requires_grad
         ]
-        self.optimizer = self.build_optimizer(optim, model.head_parameters())
+        self.optimizer = build_optimizer(
+            optim, self.parameters, adamw=backend.adamw, head=model.head_parameters()
+        )
         self.loss_sum = torch.zeros(1).to(backend.device)
 
     def build_sync(self, accumulation: int) -> GradSync:
         return self.backend.grad_sync(self.model, accumulation=accumulation)
-
-    def build_optimizer(
-        self, optim: OptimConfig, head: list[nn.Parameter]
-    ) -> torch.optim.Optimizer:
-        return build_optimizer(optim, self.parameters, adamw=self.backend.adamw, head=head)
 
     # ---- a step ----------------------------------------------------------------------------------------------------
 

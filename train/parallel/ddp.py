@@ -20,14 +20,14 @@ from torch.utils.hooks import RemovableHandle
 
 from train.config import BackendConfig, check
 from train.config.backend import DEFAULT_TIMEOUT_S
-from train.machine import host, rank_setup
+from train.machine import host
 from train.machine.console import without_stdout
 from train.parallel import guards, nonfinite, rendezvous
 from train.parallel.backend import RANK_STRIDE, Backend, State, Work
 from train.parallel.captured import captures_steps
 from train.parallel.compiled import Workload, open_compiler
 from train.parallel.engines import GradSync
-from train.parallel.graphs import Compilers, Graphs
+from train.parallel.graphs import Graphs
 from train.parallel.precision import (
     AUTOCAST,
     check_precision,
@@ -67,16 +67,13 @@ class DDP(Backend):
             self.adamw["capturable"] = True
         if self.is_cuda:
             self.open_gpu()
-        store = None
         if world.is_distributed:
             backends = "cpu:gloo,cuda:nccl" if self.is_cuda else "gloo"
-            store = rendezvous.join(backends, timeout_s=self.timeout_s)
+            rendezvous.join(backends, timeout_s=self.timeout_s)
             rendezvous.check_alike(world, f"ddp on {self.device.type}, {self.precision}")
         self.compiler = open_compiler(cfg, self.device.type, work or Workload(), world)
         # If True, batches without padding lose their attention mask: a compiled model would need another graph.
         self.drops_masks = self.compiler is None
-        if self.compiler is not None:
-            self.compilers = Compilers(self.compiler.is_busy, store)
         self.compiled_norms: Sequence[RemovableHandle] = ()  # hooks, removed if compilation fails
 
     @property
@@ -90,7 +87,6 @@ class DDP(Backend):
         self.device_name = torch.cuda.get_device_name(self.device)
         self.monitor_kind = "nvidia"
         torch.cuda.set_device(self.device)
-        rank_setup.pin(pci_address(self.device))
         if self.deterministic:
             set_deterministic(True)
         torch.set_float32_matmul_precision("high" if self.precision == "tf32" else "highest")
@@ -173,8 +169,6 @@ class DDP(Backend):
         return group
 
     def to_device(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        if self.compiler is not None:
-            batches = self.compiler.budget.watched(batches)
         for batch in batches:
             inputs = {
                 name: value.to(self.device, non_blocking=True)
@@ -232,6 +226,9 @@ class DDP(Backend):
             buffer.copy_(tensor, non_blocking=True)  # does not wait if the buffers are page-locked
         if self.is_cuda:
             torch.cuda.synchronize()
+
+    def is_compiling(self) -> bool:
+        return self.compiler is not None and self.compiler.is_busy()
 
     def graphs(self) -> Graphs:
         if self.compiler is None:
@@ -344,14 +341,6 @@ def pick_device(name: str, local_rank: int, local_world_size: int) -> torch.devi
         f"start torchrun with --nproc-per-node={count}",
     )
     return torch.device("cuda", local_rank)
-
-
-def pci_address(device: torch.device) -> str | None:
-    """Return the address of a GPU on the PCI bus; None if this PyTorch does not report it."""
-    gpu: Any = torch.cuda.get_device_properties(device)
-    if not hasattr(gpu, "pci_bus_id"):
-        return None
-    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 
 def check_no_idle_gpu() -> None:

@@ -17,7 +17,7 @@ reduces nothing, and parallel=fsdp runs as parallel=data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -166,13 +166,6 @@ class Engine:
             optimizer["loss_scale"] = self.backend.scaler.state_dict()
         # keep_vars returns the parameters themselves, so tied names get the same object.
         return {"model": self.model.state_dict(keep_vars=True), "optimizer": optimizer}
-
-    def sources(self, rank: int, num_ranks: int, settings: Mapping[str, Any]) -> set[int] | None:
-        """Return the ranks whose parts of a checkpoint `rank` loads, in addition to rank 0's part; None for all ranks.
-
-        `num_ranks` and `settings` are those of the run that saved the checkpoint. Ranks do not communicate for this.
-        """
-        return None
 
     def load(self, model: Tensors, optimizer: State) -> None:
         """Restore this rank's share of a checkpoint, which any number of ranks on any device may have saved.

@@ -94,17 +94,6 @@ class FSDP(DataParallel):
             optimizer = {**local["optimizer"], "state": moments}
         return {"model": self._pieces(local["model"]), "optimizer": optimizer}
 
-    def sources(self, rank: int, num_ranks: int, settings: Mapping[str, Any]) -> set[int] | None:
-        if settings.get("parallel.name") != "fsdp":
-            return None
-        ranks = set[int]()
-        for num_rows in {len(weight) for weight in self.model.parameters()}:
-            rows = rows_of(rank, num_rows, self.data_size)
-            share = share_of(num_rows, num_ranks)
-            if rows.start < rows.stop:
-                ranks.update(range(rows.start // share, -(-rows.stop // share)))
-        return ranks
-
     def load(self, model: Tensors, optimizer: State) -> None:
         own = self.model.state_dict()
         weights = {}

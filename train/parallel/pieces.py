@@ -33,48 +33,43 @@ class Tensors(Mapping[Any, Tensor]):
     A tensor in pieces is assembled at each access and not kept, so that the caller controls the memory.
     """
 
-    def __init__(self, files: Mapping[str, Any], *, are_all: bool = True) -> None:
-        """Index the tensors of `files`, by tensor name. Raises BadContent unless `check_covered` accepts all."""
-        self.found: dict[Any, list[tuple[str, Any]]] = {}
+    def __init__(self, files: Mapping[str, Any]) -> None:
+        """Index the tensors of `files`, by tensor name. Raises BadContent unless `in_order` accepts all."""
+        found: dict[Any, dict[str, Any]] = {}
         for file, content in files.items():
             if not isinstance(content, dict):
                 raise BadContent(f"{file}: it holds {shown(content)}, not an object")
             for name, value in content.items():
-                self.found.setdefault(name, []).append((file, value))
-        for name, values in self.found.items():
-            check_covered(shown(name), values, are_all=are_all)
+                found.setdefault(name, {})[file] = value
+        self.found = {name: in_order(shown(name), values) for name, values in found.items()}
 
     def __getitem__(self, name: Any) -> Tensor:
         return self.rows(name, slice(None))
 
     def shape(self, name: Any) -> torch.Size:
         """Return the shape of the whole tensor."""
-        _, value = self.found[name][0]
-        if isinstance(value, Tensor):
-            return value.shape
-        return torch.Size([value["num_rows"], *value["rows"].shape[1:]])
+        found = self.found[name]
+        if isinstance(found, Tensor):
+            return found.shape
+        return torch.Size([found[0]["num_rows"], *found[0]["rows"].shape[1:]])
 
     def rows(self, name: Any, wanted: slice) -> Tensor:
-        """Return rows of a tensor, reading only the files that have them. Raises BadContent if a row is in no file."""
-        values = [value for _, value in self.found[name]]
-        if isinstance(values[0], Tensor):
+        """Return rows of a tensor, reading only the files that have them."""
+        found = self.found[name]
+        if isinstance(found, Tensor):
             if wanted == slice(None):
-                return values[0]
-            return values[0][wanted]
-        start, stop, _ = wanted.indices(values[0]["num_rows"])
+                return found
+            return found[wanted]
+        start, stop, _ = wanted.indices(found[0]["num_rows"])
         rows = []
-        for value in sorted(values, key=lambda value: value["first_row"]):
-            first = value["first_row"]
-            own = value["rows"][max(0, start - first) : max(0, stop - first)]
+        for piece in found:
+            first = piece["first_row"]
+            own = piece["rows"][max(0, start - first) : max(0, stop - first)]
             if len(own):
                 rows.append(own)
-        if sum(map(len, rows)) != max(0, stop - start):
-            raise BadContent(
-                f"rows {start} to {stop} of {shown(name)} are not in the files that should have them"
-            )
         if len(rows) == 1:
             return rows[0]
-        return torch.cat(rows or [values[0]["rows"][:0]])
+        return torch.cat(rows or [found[0]["rows"][:0]])
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.found)
@@ -83,38 +78,38 @@ class Tensors(Mapping[Any, Tensor]):
         return len(self.found)
 
 
-def check_covered(name: str, values: list[tuple[str, Any]], *, are_all: bool) -> None:
-    """Raise BadContent unless the files have either one whole tensor or pieces that do not overlap.
+def in_order(name: str, values: dict[str, Any]) -> Tensor | list[Piece]:
+    """Return a whole tensor, or the pieces of one in the order of their rows, from the values by file.
 
-    The pieces must cover all rows, unless `are_all` is False.
+    Raises BadContent unless the files have either one whole tensor, or pieces that have each row once.
     """
-    whole = [file for file, value in values if isinstance(value, Tensor)]
-    if whole:
-        if len(values) > 1:
-            raise BadContent(f"{values[-1][0]}: {name} is also in {values[0][0]}")
-        return
-    for file, value in values:
-        rows = record(Piece, value, f"{file}: {name}")["rows"]
+    first, *others = values.values()
+    if isinstance(first, Tensor) and not others:
+        return first
+    pieces: dict[str, Piece] = {}
+    for file, value in values.items():
+        if isinstance(value, Tensor):
+            raise BadContent(f"{file}: {name} is also in another file")
+        pieces[file] = record(Piece, value, f"{file}: {name}")
+        rows = pieces[file]["rows"]
         if not isinstance(rows, Tensor) or rows.ndim == 0:
             raise BadContent(f"{file}: {name} holds {shown(rows)}, not rows of a tensor")
-    values = sorted(values, key=lambda item: item[1]["first_row"])
-    file, first = values[0]
-    kind = kind_of(first)
+    ordered = sorted(pieces.items(), key=lambda item: item[1]["first_row"])
+    kind = kind_of(ordered[0][1])
     end = 0
-    for file, value in values:
-        if kind_of(value) != kind:
+    for file, piece in ordered:
+        if kind_of(piece) != kind:
+            raise BadContent(f"{file}: {name} differs in shape or dtype from that in another file")
+        if piece["first_row"] != end:
             raise BadContent(
-                f"{file}: {name} differs in shape or dtype from that in {values[0][0]}"
+                f"{file}: {name} has rows from {piece['first_row']}, but the previous rows end at {end}"
             )
-        if value["first_row"] < end or (are_all and value["first_row"] > end):
-            raise BadContent(
-                f"{file}: {name} has rows from {value['first_row']}, but the previous rows end at {end}"
-            )
-        end = value["first_row"] + len(value["rows"])
-    if end > first["num_rows"] or (are_all and end < first["num_rows"]):
-        raise BadContent(f"{file}: {name} ends at row {end} of {first['num_rows']}")
+        end += len(piece["rows"])
+    if end != kind[-1]:
+        raise BadContent(f"{file}: {name} ends at row {end} of {kind[-1]}")
+    return [piece for _, piece in ordered]
 
 
-def kind_of(value: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the properties that all pieces of a tensor have in common."""
-    return value["rows"].shape[1:], value["rows"].dtype, value["rows"].layout, value["num_rows"]
+def kind_of(value: Piece) -> tuple[Any, ...]:
+    """Return the properties that all pieces of a tensor have in common; the last is the number of its rows."""
+    return value["rows"].shape[1:], value["rows"].dtype, value["num_rows"]

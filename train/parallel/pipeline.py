@@ -28,16 +28,23 @@ from train.config import OptimConfig, ParallelConfig, PipelineConfig, check
 from train.config.parallel import check_shards
 from train.models.chain import Chain
 from train.models.network import Network
+from train.parallel import guards
 from train.parallel.backend import all_reduce_flat
 from train.parallel.data import scale
-from train.parallel.engines import GradSync
-from train.parallel.optim import build_optimizer
-from train.parallel.parts import Part, PipelineState, hold
+from train.parallel.engines import Engine, GradSync
+from train.parallel.guards import replace
+from train.parallel.optim import (
+    build_optimizer,
+    load_state,
+    parameter_groups,
+    part_of,
+)
 
 if TYPE_CHECKING:
     from train.data.batches.loader import Batch
-    from train.parallel.backends import Backend
+    from train.parallel.backend import Backend, State
     from train.parallel.engines import LossFunction, Statistics
+    from train.parallel.pieces import Tensors
 
 SCHEDULES: dict[str, Callable[..., Any]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
@@ -45,6 +52,38 @@ SCHEDULES: dict[str, Callable[..., Any]] = {"gpipe": ScheduleGPipe, "1f1b": Sche
 def build(cfg: ParallelConfig, *args: Any, **options: Any) -> Pipeline:
     assert isinstance(cfg, PipelineConfig)
     return Pipeline(cfg, *args, **options)
+
+
+class Part(nn.Module):
+    """Some consecutive layers of a model. The first part also has the embeddings, the last the head and the loss."""
+
+    def __init__(
+        self, backend: Backend, chain: Chain, layers: range, model: nn.Module, loss: LossFunction
+    ) -> None:
+        super().__init__()
+        self.backend = backend
+        self.chain = chain
+        self.layers = layers
+        self.model = model
+        self.loss = loss
+
+    def forward(self, received: Tensor | None = None, **inputs: Tensor) -> Tensor:
+        """Return the loss sum [1] of a micro batch if this is the last part, otherwise hidden states [B, S, H]."""
+        output = self.run(self.loss, received, inputs)
+        # the whole part is frozen, but a gradient will arrive
+        if not output.requires_grad and torch.is_grad_enabled():
+            output.requires_grad_()
+        if output.ndim == 0:
+            return torch.stack([output])
+        return output
+
+    def run(
+        self, function: Statistics, received: Tensor | None, inputs: dict[str, Tensor]
+    ) -> Tensor:
+        """Return the result of `function` if this is the last part, otherwise hidden states [B, S, H] in float32."""
+        with self.backend.autocast():
+            output = self.chain.run(self.layers, received, lambda: function(self.model, inputs))
+        return output.float().contiguous()
 
 
 class Stage(PipelineStage):
@@ -65,7 +104,7 @@ class Stage(PipelineStage):
         return []
 
 
-class Pipeline(PipelineState):
+class Pipeline(Engine):
     """The engine of a pipeline's rank, which holds some of the layers and runs their passes by a schedule."""
 
     def __init__(
@@ -115,6 +154,39 @@ class Pipeline(PipelineState):
         }
         self.schedules: dict[torch.Size, Any] = {}
         self.loss_sum = torch.zeros(1).to(backend.device)
+
+    def number(
+        self, optim: OptimConfig, head: list[nn.Parameter], holders: dict[str, tuple[int, ...]]
+    ) -> None:
+        """Assign trained parameters their indices in an optimizer of the whole model. Call this before it is split.
+
+        `holders` has the stages that hold each parameter, by the first of its names. Raises InputError if a stage has
+        no parameter to train.
+        """
+        self.holders = holders
+        trained = {
+            parameter: name
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+        }
+        groups = parameter_groups(optim, trained, head)
+        order = [trained[parameter] for group in groups for parameter in group["params"]]
+        self.numbers = {name: number for number, name in enumerate(order)}
+        for stage in range(self.cfg.stages):
+            check(
+                any(stage in holders[name] for name in self.numbers),
+                f"parallel.stages={self.cfg.stages}: all weights of stage {stage} are frozen; lower "
+                "model.freeze_layers, or parallel.stages",
+            )
+
+    def own(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that this stage trains, by name, in the same order on all ranks."""
+        named = self.model.named_parameters()
+        return {
+            name: weight
+            for name, weight in named
+            if name in self.numbers and self.stage in self.holders[name]
+        }
 
     def _groups(self, own: dict[str, Any]) -> tuple[Any, list[Any]]:
         """Return the process group of this rank's pipeline, and the `sums` for `PipelineSync`."""
@@ -220,6 +292,72 @@ class Pipeline(PipelineState):
         for sending in dist.batch_isend_irecv([dist.P2POp(way, hidden, rank, self.pipeline)]):
             sending.wait()
 
+    # ---- checkpoints -----------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, State]:
+        if self.data_rank != 0:
+            return {}
+        # The first stage that holds a weight saves it. Stage 0 saves everything else.
+        first = {weight: self.holders[name][0] for name, weight in self.model.named_parameters()}
+        # keep_vars returns the parameters themselves, so tied names get the same object.
+        state = self.model.state_dict(keep_vars=True)
+        weights = {
+            name: value for name, value in state.items() if first.get(value, 0) == self.stage
+        }
+        own = {
+            self.numbers[name]: weight
+            for name, weight in self.own().items()
+            if first[weight] == self.stage
+        }
+        moments: State = {
+            "state": {number: self.optimizer.state[own[number]] for number in sorted(own)}
+        }
+        if self.stage == 0:
+            groups = {"param_groups": [{"params": list(range(len(self.numbers)))}]}
+        else:
+            groups = {}
+        return {"model": weights, "optimizer": {**moments, **groups}}
+
+    def load(self, model: Tensors, optimizer: State) -> None:
+        own = {
+            name: model[name]
+            for name, value in self.model.state_dict().items()
+            if value.device.type != "meta"
+        }
+        self.model.load_state_dict(own, strict=False)
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        held = [weight for group in self.optimizer.param_groups for weight in group["params"]]
+        mine = [self.numbers[names[weight]] for weight in held]
+        load_state(self.optimizer, part_of(optimizer, mine, total=len(self.numbers)))
+
+    def gather_full_model(self) -> None:
+        if self.data_rank != 0:
+            return
+        world = self.backend.world
+        full: dict[nn.Parameter, nn.Parameter] = {}
+        for name, weight in self.model.named_parameters():
+            source = self.holders[name][0]  # the stage's rank in the first pipeline
+            if source and world.rank in (0, source):
+                if world.rank == source:
+                    dist.send(weight.detach().cpu(), 0)
+                    continue
+                tensor = torch.empty(weight.shape, dtype=weight.dtype)
+                dist.recv(tensor, source)
+                full[weight] = nn.Parameter(tensor, weight.requires_grad)  # on the host
+        if world.rank == 0:
+            named = list(self.model.named_parameters(remove_duplicate=False))
+            replace(self.model, {name: full[weight] for name, weight in named if weight in full})
+
+    def check_replicas(self) -> None:
+        # A few weights of each stage, and a few that several stages hold, are compared on all ranks that hold them.
+        held = {
+            name: weight for name, weight in self.model.named_parameters() if not weight.is_meta
+        }
+        shared = [weight for name, weight in held.items() if len(self.holders[name]) > 1]
+        guards.check_same(
+            self.backend, self.model, guards.smallest(held.values()) + guards.smallest(shared)
+        )
+
 
 class PipelineSync(GradSync):
     """A reduction that sums a gradient over all ranks that hold the weight, and label counts over all pipelines."""
@@ -265,3 +403,22 @@ def cut(model: Any, cfg: PipelineConfig) -> tuple[Chain, list[range]]:
     chain = Chain(model)
     cfg.check_layers(len(chain.layers))
     return chain, chain.cut(cfg.num_parts)
+
+
+def hold(backend: Backend, model: nn.Module, names: set[str], *, lengths: int) -> None:
+    """Move only the parameters `names` of a model to the device. The others move to "meta" and need no memory."""
+    kept = {parameter for name, parameter in model.named_parameters() if name in names}
+    absent = {
+        name: parameter
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter not in kept
+    }
+    # moved instead of absent weights; those on "meta" cannot be moved
+    no_numbers = nn.Parameter(torch.empty(0))
+    replace(model, dict.fromkeys(absent, no_numbers))
+    backend.setup_model(model, lengths=lengths)
+    metas = {
+        parameter: nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        for parameter in absent.values()
+    }
+    replace(model, {name: metas[parameter] for name, parameter in absent.items()})

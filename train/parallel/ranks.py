@@ -5,7 +5,6 @@ Unless stated otherwise, all ranks must call these methods in the same order, an
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -96,28 +95,13 @@ class World:
 
     def gather(self, value: Result) -> list[Result]:
         """Return every rank's value in rank order, on rank 0; an empty list elsewhere."""
-        # Unlike in torch's gather_object, each rank sends only to rank 0, so traffic grows linearly with the ranks.
         if not self.is_distributed:
             return [value]
-        content = bytearray(pickle.dumps(value))
-        longest = torch.tensor([len(content)])
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.group)
-        content += bytes(int(longest) - len(content))  # pickle reads only to the end of the value
-        own = torch.frombuffer(content, dtype=torch.uint8)
+        values: list[Any] = [None] * self.size
+        dist.gather_object(value, values if self.rank == 0 else None, group=self.group)
         if self.rank > 0:
-            dist.gather(own, None, group=self.group)
             return []
-        contents = [torch.empty_like(own) for _ in range(self.size)]
-        dist.gather(own, contents, group=self.group)
-        return [pickle.loads(each.numpy().tobytes()) for each in contents]
-
-    def recv_from(self, tensors: Sequence[torch.Tensor], source: int) -> None:
-        """Copy `tensors` of rank `source` to those of rank 0, on the host. Only these two ranks call this."""
-        for tensor in tensors:
-            if self.rank == source:
-                dist.send(tensor.detach().cpu(), 0, group=self.group)
-            else:
-                dist.recv(tensor, source, group=self.group)
+        return values
 
     # ---- actions ---------------------------------------------------------------------------------------------------
 
@@ -151,10 +135,6 @@ class World:
         if failure is not None and told is not failure:
             raise failure
         raise first
-
-    def run_and_gather(self, action: Callable[[], Result]) -> list[Result]:
-        """Run an action on every rank. Returns all results on rank 0. Failures are raised as in `agree`."""
-        return self.gather(self.agree(action))
 
     def run_and_broadcast(self, action: Callable[[], Result]) -> Result:
         """Run an action on rank 0 and return its result on all ranks. Failures are raised as in `agree`."""

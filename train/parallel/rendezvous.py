@@ -24,14 +24,14 @@ from train.machine.launched import Launched, launched
 from train.parallel.ranks import World
 
 logger = logging.getLogger("train")
-REPORT_EVERY_S = 10.0
+REPORT_EVERY = 100  # looks for missing ranks between two lines of the log
 POLL_S = 0.1
 JOINS = itertools.count()  # numbers the times that this process joins
 ALL_HERE = "all_here"  # key that rank 0 sets once every rank has reached the store
 
 
-def join(backends: str, *, timeout_s: float, join_timeout_s: float = JOIN_TIMEOUT_S) -> dist.Store:
-    """Wait for the other ranks, then make the default process group. Returns the store in which the ranks met."""
+def join(backends: str, *, timeout_s: float, join_timeout_s: float = JOIN_TIMEOUT_S) -> None:
+    """Wait for the other ranks, then make the default process group."""
     launch = launched()
     store = await_ranks(launch, join_timeout_s)
     store.set_timeout(timedelta(seconds=timeout_s))
@@ -43,7 +43,6 @@ def join(backends: str, *, timeout_s: float, join_timeout_s: float = JOIN_TIMEOU
             world_size=launch.world_size,
             timeout=timedelta(seconds=timeout_s),
         )
-    return store
 
 
 def await_ranks(launch: Launched, timeout_s: float) -> dist.Store:
@@ -75,21 +74,17 @@ def key_of(rank: int) -> str:
 
 def wait_for_others(store: dist.Store, launch: Launched, where: str, timeout_s: float) -> None:
     """Wait on rank 0 until every rank has set its key. The log names those that are missing."""
-    began_s = time.monotonic()
-    next_report_s = REPORT_EVERY_S
+    end_s = time.monotonic() + timeout_s
     missing = list(range(1, launch.world_size))
-    while True:
+    for attempt in itertools.count(1):
         missing = [rank for rank in missing if not store.check([key_of(rank)])]
         if not missing:
             return
         named = f"rank {shortlist(missing)} of {launch.world_size}"
-        waited_s = time.monotonic() - began_s
-        if waited_s >= timeout_s:
+        if time.monotonic() >= end_s:
             raise Failure(f"{named} did not come to {where} within {timeout_s:g} s")
-        if waited_s >= next_report_s:
-            next_report_s += REPORT_EVERY_S
-            text = "waiting for %s at %s, %.0f s of %g s"
-            logger.warning(text, named, where, waited_s, timeout_s)
+        if attempt % REPORT_EVERY == 0:
+            logger.warning("waiting for %s at %s, up to %g s", named, where, timeout_s)
         time.sleep(POLL_S)
 
 

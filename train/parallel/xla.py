@@ -42,7 +42,7 @@ from train.parallel.backend import (
     widen,
 )
 from train.parallel.engines import GradSync
-from train.parallel.graphs import Compilers, GraphBudget, Graphs
+from train.parallel.graphs import GraphBudget, Graphs
 from train.parallel.precision import check_precision
 from train.parallel.xla_environment import COLLECTS
 
@@ -53,8 +53,8 @@ logger = logging.getLogger("train")
 BUCKET_MB = 50  # torch_xla's value on Neuron, unless ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB is set
 HOST_PREFETCH, DEVICE_PREFETCH = 8, 4  # micro batches kept ready on the host, and on the device
 HINT = (  # how to find the cause of an extra graph
-    "look for a Python number that becomes 0 or 1, or for control flow that depends on values (PT_XLA_DEBUG_LEVEL=2 "
-    "prints the line)"
+    "look for an input that changed its shape, a Python number that becomes 0 or 1, or control flow that depends on "
+    "values (PT_XLA_DEBUG_LEVEL=2 prints the line)"
 )
 
 
@@ -88,9 +88,6 @@ class XLA(Backend):
         self.reduces_on_host = self.world.is_distributed and not self.is_neuron
         self._join()
         self.device = torch_xla.device()
-        # Neuron's documentation contradicts itself on whether the compiler uses seeds: the release notes say that it
-        # does since 2.9, but the operator list says that it does not.
-        self.continues_dropout = not self.is_neuron
         self.check_world()
         self.model: Any = None
         self.tied: guards.Tied = []
@@ -109,18 +106,15 @@ class XLA(Backend):
         timeout_s = self.cfg.timeout_s or usual_s
         if self.reduces_on_host:
             # On CPUs each XLA process is a world of one rank, so gloo joins them.
-            store = rendezvous.join("gloo", timeout_s=timeout_s)
+            rendezvous.join("gloo", timeout_s=timeout_s)
         else:
             # PyTorch/XLA would name its store after this machine's restart count, which can differ between machines.
-            store = rendezvous.await_ranks(launched(), JOIN_TIMEOUT_S)
-            xla_rendezvous._store = store
+            xla_rendezvous._store = rendezvous.await_ranks(launched(), JOIN_TIMEOUT_S)
             joining = timedelta(seconds=JOIN_TIMEOUT_S)
             dist.init_process_group("xla", init_method="xla://", timeout=joining)
             self.world.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        self.compilers = Compilers(self.is_compiling, store)
 
     def is_compiling(self) -> bool:
-        """Return whether the training thread is compiling a graph. Any thread may call this."""
         return num_begun() - metric("CompileTime")[0] > self.untimed
 
     def check_world(self) -> None:
@@ -218,7 +212,7 @@ class XLA(Backend):
 
         def source() -> Iterator[Batch]:
             try:
-                yield from self.budget.watched(batches)
+                yield from batches
             except Exception as error:
                 # torch_xla's loader thread would treat it as the end of the data.
                 failures.append(error)

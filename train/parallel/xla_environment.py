@@ -8,7 +8,7 @@ import sys
 
 from train.config import BackendConfig, check
 from train.config.backend import NEURON_TIMEOUT_S
-from train.machine import host, neuron, rank_setup
+from train.machine import host, neuron
 from train.machine.launched import launched
 from train.machine.versions import read_versions
 from train.storage.caches import place_graphs
@@ -22,12 +22,11 @@ def ready(cfg: BackendConfig) -> None:
     """Choose the device and set the variables that the runtime reads. Raises InputError if a run would fail."""
     kind = choose_device(cfg.device)
     check_packages(kind)
-    for knob in neuron.bad_knobs(os.environ):
-        if knob.name == "NEURON_EXTRACT_GRAPHS_ONLY" and os.environ.get(COLLECTS) == "1":
+    for name, why in neuron.BAD_VARIABLES.items():
+        if name == "NEURON_EXTRACT_GRAPHS_ONLY" and os.environ.get(COLLECTS) == "1":
             continue
-        message = f"{knob.name}={os.environ[knob.name]} {knob.why}"
-        check(not knob.is_dangerous, message)
-        logger.warning(message)
+        value = os.environ.get(name, "")
+        check(value in ("", "0"), f"{name}={value} {why}")
     os.environ["PJRT_DEVICE"] = kind
     if kind == "NEURON":
         prepare_neuron(cfg)
@@ -53,12 +52,11 @@ def check_packages(kind: str) -> None:
 
 
 def prepare_neuron(cfg: BackendConfig) -> None:
-    """Set the variables of the Neuron runtime and compiler, and bind this rank to the processors near its core."""
+    """Set the variables of the Neuron runtime and compiler."""
     fault = neuron.cache_fault(os.environ)
     check(fault is None, fault or "")
     os.environ.update(place_graphs(os.environ))
     launch = launched()
-    rank_setup.pin(rank_setup.neuron_address(os.environ, launch.local_rank))
     wanted = neuron.neuron_environment(
         os.environ,
         nodes=launch.world_size // launch.local_world_size,

@@ -75,7 +75,7 @@ class Attempt:
         self.watch.phase("join", is_start=True)
         with self.stop.nothing_to_save():
             backend = open_backend(self.cfg.backend, self.cfg.instance, work=work)
-        self.watch.compiles = backend.compilers.are_busy
+        self.watch.compiles = backend.is_compiling
         self.joined(backend.world)
         return backend
 
@@ -172,7 +172,7 @@ def record_end(attempt: Attempt, reason: str, step: int) -> None:
         goes_on=is_stop,
     )
     if folder.is_remote:  # the outcome promises that the metrics are in S3
-        folder.mirror(is_last=True)
+        folder.mirror()
     folder.outcome(outcome, is_of_all=True)
     with suppress(NotPermitted), side_channel(f"the file {STOP_FILE}"):
         if attempt.has_stop_file():

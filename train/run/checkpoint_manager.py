@@ -129,8 +129,6 @@ class CheckpointManager:
                 attempt=recorder.journal.attempt,
                 step=recorder.progress.step,
             )
-        if attempt.saves:
-            self.saver.warm()
         waits = True
         try:
             yield

@@ -143,7 +143,7 @@ def run_flags(
     """Parse the flags, call `action` with them and the S3 settings, and return the exit code."""
 
     def act() -> int:
-        options = parser.parse_args(arguments)
+        options = parser.parse_intermixed_args(arguments)
         return action(options, s3_of(options))
 
     return guarded(act)

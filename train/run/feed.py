@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from train.checkpoints.manifest import Progress
-from train.config import InputError, Plan, TrainConfig, check
+from train.config import InputError, Plan, TrainConfig, XLAConfig, check
 from train.data.batches.buckets import BucketEvalOrder, BucketSampler
 from train.data.batches.loader import Batch, Batches, batched, failure_of
 from train.data.shards.order import (
@@ -124,7 +124,10 @@ def train_order(
         "consumed_rows": progress.examples,
     }
     if task.buckets is not None:
-        return BucketSampler(task.buckets.train, is_mixed=task.buckets.is_mixed, **place)
+        together = 1
+        if isinstance(cfg.backend, XLAConfig):
+            together = cfg.backend.batches_per_execution
+        return BucketSampler(task.buckets.train, together=together, **place)
     # a forced resume may change the batch size
     if progress.lanes is None or plan.global_batch_size % progress.lanes:
         order = choose_windows(task, world, place)

@@ -20,6 +20,7 @@ SIGTERM itself.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import platform
@@ -199,7 +200,7 @@ class Notices:
             self.stop.ask("the file STOP in the run folder", kind="stop_file")
 
     def look_at_metadata(self) -> None:
-        notice = self.metadata.get("spot/instance-action")
+        notice = json.loads(self.metadata.get("spot/instance-action") or "null")
         if notice:
             text = f"EC2 spot notice: {notice['action']} at {notice['time']}"
             self.stop.ask(text, kind="spot_notice")

@@ -112,7 +112,7 @@ class Watchdog:
         self.period_s = min(PERIOD_S, cfg.step_s / 10)
         self.is_start = True  # the phase has the time limit of a start
         self.rearm_s = 0.0  # earlier heartbeats do not arm the C timer, which takes 0.1 ms
-        self.compiles: Callable[[], bool] = lambda: False  # is this or another rank compiling?
+        self.compiles: Callable[[], bool] = lambda: False  # is this rank compiling?
         self.peers: dict[int, Peer] = {}  # the other ranks of this machine
         self.oom_counter = oom_counter or find_oom_counter()
         self.oom_kills = count_oom_kills(self.oom_counter)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from train.config import Plan, TrainConfig, check, to_dict
+from train.run_folder.metrics_files import NAME as METRICS
 from train.run_folder.ownership import lease_name, lease_numbers, parse_lease
 from train.storage import imported
 from train.storage.folders import Folder, canonical_json, disk_errors, local_path
@@ -34,11 +34,11 @@ FOLDERS = (
     "predictions",
     "tensorboard",
 )
-# files changed in place, not replaced
-WRITTEN = re.compile(r"checkpoints|lease|log|metrics\.jsonl|rank_\d{4,}\.txt")
 # Settings of the model and the optimizer that a resume may change. The first only selects an implementation. The second
 # only changes the end of a run: `check_continues` in train/parallel/optim.py rejects a change to earlier steps.
 FREE = ("model.attention", "optim.decay_fraction")
+ORDER = "any lengths"  # of the rows of a step; in earlier versions they had one length
+NOTED = "data.lengths"  # how rows are padded; a resume may change it, as on another kind of device
 IDENTITY_KEYS = {"data", "seed", "global_batch_size"}
 
 
@@ -54,22 +54,22 @@ def identity_of(
     }
     for key in FREE:
         del sections[key]
+    if lengths is not None:
+        sections["data.lengths"] = list(lengths)
+        sections["data.order"] = ORDER
     return {
         "data": data_id,
         "seed": cfg.seed,
         "global_batch_size": plan.global_batch_size,
         **sections,
         **imported.checksums(),
-        **(
-            {} if lengths is None else {"data.lengths": list(lengths)}
-        ),  # the order of rows depends on the lengths
     }
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return "key: old -> new" for each key whose value differs between `before` and `now`."""
     now = json.loads(canonical_json(now))
-    keys = sorted({**before, **now})
+    keys = sorted({*before, *now} - {NOTED})
     return [
         f"{key}: {before.get(key)} -> {now.get(key)}"
         for key in keys
@@ -92,14 +92,10 @@ def check_same_run(
         )
         return
     imported.check_repeated(before, source)
-    hint = ""
-    if any(each.startswith("data.lengths: ") for each in changed):
-        lengths = ",".join(map(str, before.get("data.lengths") or ()))
-        hint = f"; data.lengths=[{lengths}] keeps that run's batches (the default depends on the device)"
     check(
         not changed,
         f"{source} belongs to another run ({', '.join(changed)}); choose another run_dir, or set "
-        f"resume.force=true to resume with the new settings{hint}",
+        f"resume.force=true to resume with the new settings",
     )
 
 
@@ -107,30 +103,23 @@ def check_same_run(
 
 
 def check_layout(location: str) -> None:
-    """Raise InputError if an entry of the folder is a link to a file, of the wrong kind, or not writable."""
+    """Raise InputError if a file is a link or a pipe, or if this user may not write to the metrics or a log."""
     path = local_path(location)
     with disk_errors("list", path):
-        if path.is_dir():
-            files = [*path.iterdir()]
-        else:
-            files = []
-    if (path / "log").is_dir():
-        files += (path / "log").iterdir()
+        files = [each for each in (*path.glob("*"), *path.glob("log/*")) if not each.is_dir()]
     for file in files:
         where = f"run_dir={location}: {file.name}"
-        is_log = file.parent != path and file.suffix == ".txt"
-        if file.name in FOLDERS:
-            check(file.is_dir(), f"{where} must be a folder; move it away")
-        elif file.name in FILES or is_log:
-            # Writing to a pipe could block for ever.
-            check(file.is_file(), f"{where} must be a file; move it away")
-        if not file.is_dir():
-            check(
-                not file.is_symlink(),
-                f"{where} is a link: a run would write through it; remove it",
-            )
-        may_write = not WRITTEN.fullmatch(file.name) or os.access(file, os.W_OK)
-        check(may_write, f"{where}: this user may not write it; choose a folder of your own")
+        check(
+            not file.is_symlink(),
+            f"{where} is a link: a run would write through it; remove it",
+        )
+        # Writing to a pipe could block for ever.
+        check(not file.is_fifo(), f"{where} is a pipe; move it away")
+        is_appended = file.name == METRICS or file.parent != path
+        check(
+            not is_appended or os.access(file, os.W_OK),
+            f"{where}: this user may not write it; choose a folder of your own",
+        )
 
 
 def find_identity(folder: Folder) -> dict[str, Any] | None:

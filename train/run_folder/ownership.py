@@ -17,7 +17,6 @@ This table lists the changes to the run folder, and the check of `Ownership` tha
     stacks                           `check`: train/run/watchdog.py (report)
     checkpoints, and their removal   `check`: train/checkpoints/saver.py, train/run/checkpoint_manager.py
     export/                          `check`, before and after: train/run_folder/exported.py, train/observe/card.py
-    checkpoints that users prune     a lease for the command: train/tools/checkpoints.py (prune)
     STOP                             nothing: launch/commands.py (stop), launch/supervise.py, while no rank runs
     report/                          nothing: train/tools/report.py
 

@@ -76,9 +76,8 @@ from train.storage.folders import (
 from train.storage.schema import BadContent, read_object
 
 logger = logging.getLogger("train")
+TERMINAL = threading.RLock()  # for lines of this process
 LOG = "log/rank_0000.txt"
-SMALL_BYTES = 2**22  # a growing file up to this size is uploaded at every checkpoint
-UPLOAD_EVERY_S = 60.0  # and a longer one at most this often, and at the end
 CLOCKS_DIFFER_S = 60.0  # by which the clocks of two machines may differ, though both are right
 
 
@@ -107,7 +106,6 @@ class RunFolder:
         self.began_s = time.monotonic()
         self.previous: dict[str, Any] = {}  # the previous attempt's outcome, set by `open`
         self.uploaded: dict[str, int] = {}  # the lengths of the growing files in S3
-        self.uploaded_s = 0.0  # time.monotonic() of the last upload
         self.mirroring = threading.Lock()
         self.local = LocalFolder(self.path)
         self.environment = self.path / ENVIRONMENT
@@ -247,34 +245,26 @@ class RunFolder:
 
     # ---- metrics and log -----------------------------------------------------------------------------------------
 
-    def mirror(self, *, is_last: bool = False) -> None:
+    def mirror(self) -> None:
         """Upload rank 0's metrics and log to S3; on disk, sync the metrics. The caller must have checked the ownership.
 
-        A long file that was uploaded a moment ago is left for the next call, unless this one `is_last`. Raises OSError
-        if lines cannot be written: a run that resumes from a checkpoint does not write them again.
+        Raises OSError if lines cannot be written: a run that resumes from a checkpoint does not write them again.
         """
         with self.mirroring:
             self.lines.append()
             if self.is_remote:
-                self._upload_growing(is_last=is_last)
+                self._upload_growing()
             elif self.metrics.is_file():
                 sync(self.metrics)
 
-    def _upload_growing(self, *, is_last: bool) -> None:
-        waits = not is_last and time.monotonic() < self.uploaded_s + UPLOAD_EVERY_S
+    def _upload_growing(self) -> None:
         for name in (*files_of(self.local), LOG):
             path = self.path / name
-            if path.is_file():
-                size = path.stat().st_size
-            else:
-                size = 0
-            if size == self.uploaded.get(name, 0) or (waits and size > SMALL_BYTES):
+            if not path.is_file() or path.stat().st_size == self.uploaded.get(name, 0):
                 continue
             content = path.read_bytes()
             self.folder.write(name, content)
             self.uploaded[name] = len(content)
-            if len(content) > SMALL_BYTES:
-                self.uploaded_s = time.monotonic()
 
     def cut_half_written_line(self) -> None:
         """Cut off the last line of the metrics if a killed process left it half written."""
@@ -295,7 +285,7 @@ class RunFolder:
         with self.logging_failures():
             write_outcome(self.folder, outcome, replaces_all=is_of_all)
             if launched().rank == 0:
-                self.mirror(is_last=True)
+                self.mirror()
 
     @contextmanager
     def logging_failures(self) -> Iterator[None]:
@@ -358,4 +348,6 @@ class TerminalHandler(logging.StreamHandler):
     def emit(self, record: logging.LogRecord) -> None:
         from tqdm import tqdm
 
+        # tqdm's own lock is shared with forks, and a fork that is killed while it writes would keep it.
+        tqdm.set_lock(TERMINAL)
         tqdm.write(self.format(record), file=sys.stderr)

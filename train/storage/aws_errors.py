@@ -21,7 +21,6 @@ UNKNOWN = [
 ]
 UNKNOWN += ["UnrecognizedClientException"]
 NOT_ALLOWED = ["AccessDenied", "AccessDeniedException", "UnauthorizedOperation"]
-DISABLED = ["AllAccessDisabled", "AccountProblem", "InvalidPayer", "NotSignedUp"]
 KMS = "KMS."  # prefix of the codes that S3 forwards from AWS's key service
 TEMPORARY_CODES = [
     "RequestLimitExceeded",
@@ -52,7 +51,6 @@ SAID = "{service} answers {answer}: {text}"  # {text} is AWS's message
 RENEW = "renew them (aws sso login)"
 GET_SOME = "attach a role to the instance; elsewhere create a profile (aws configure sso) and set AWS_PROFILE to it"
 HEADER = "a key or token has a line end or another control character in it: look at ~/.aws/credentials and AWS_*"
-DENIED = "a policy denies it explicitly, so that no added permission helps: ask its owner what it demands"
 WHOSE = "aws sts get-caller-identity shows the user"
 ROWS: list[
     tuple[list[str], str, str]
@@ -80,21 +78,10 @@ ROWS: list[
     ),
     (["NoSuchBucket"], "there is no such bucket", "check the name (aws s3 ls)"),
     (
-        ["InvalidObjectState"],
-        "the object is archived ({code})",
-        "restore it (aws s3api restore-object), or copy it to S3 Standard",
-    ),
-    (
         [KMS],
         "its KMS key cannot be used ({code}): {text}",
         "enable the key, or cancel its deletion (aws kms describe-key)",
     ),
-    (
-        DISABLED,
-        SAID,
-        "the account or the bucket is disabled: check the account's bills, or ask AWS support",
-    ),
-    (["OptInRequired"], SAID, "enable the region, or the service, in the console"),
     (["NoCredentialsError"], "no AWS credentials on this machine", GET_SOME),
     (["PartialCredentialsError"], "{text}", GET_SOME),
     (NO_RENEWAL, "the AWS credentials cannot be renewed ({text})", RENEW),
@@ -156,8 +143,7 @@ def problem_and_cure(
     if is_temporary(status, code):
         problem, cure = "{service} answers {answer}", ""
     problem = problem.format(service=service, answer=answer, code=code, text=text)
-    is_denied = code in NOT_ALLOWED and "explicit deny" in text
-    return problem.rstrip(" .:"), DENIED if is_denied else (cures or {}).get(code, cure)
+    return problem.rstrip(" .:"), (cures or {}).get(code, cure)
 
 
 def explain(

@@ -18,8 +18,8 @@ KERNELS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 NOBODY = 65534
 
 
-def unshared_folder(path: Path, name: str) -> Path:
-    """Make a folder with mode 0700, or use an existing one. Returns its path with links resolved.
+def private_folder(path: Path, name: str) -> Path:
+    """Make a folder with mode 0700, or give an existing one this mode. Returns its path with links resolved.
 
     Raises InputError if this fails, or if another user could write to the folder. The message names `name`, the
     variable that sets the folder.
@@ -35,17 +35,11 @@ def unshared_folder(path: Path, name: str) -> Path:
                 f"{folder} {fault}: code that others put into it would run as you; check its files, then chown and "
                 f"chmod it (as its owner: chmod +t is enough for a parent), or set {name} to another folder",
             )
+        real.chmod(0o700)
     except OSError as error:
         raise InputError(
             f"cannot write to {real}: {error.strerror}; set {name} to another folder"
         ) from error
-    return real
-
-
-def private_folder(path: Path, name: str) -> Path:
-    """Make or use a folder as `unshared_folder` does, and set its mode to 0700: its subfolders may be less private."""
-    real = unshared_folder(path, name)
-    real.chmod(0o700)
     return real
 
 

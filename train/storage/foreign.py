@@ -11,10 +11,11 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from train.config import check
+from train.config import InputError, check
 
 # of a file read as a whole: the largest tokenizer.json and the manifest of 100,000 shards fit
 MOST_BYTES = 2**27
+TRIES = 10  # to open a file that is replaced again and again
 # a pipe in place of the file does not block
 FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
 
@@ -22,9 +23,18 @@ FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
 def open_inside(path: Path, root: Path | None = None) -> BinaryIO:
     """Open a regular file for reading; with `root`, only if it lies in this folder after links are followed.
 
-    The file is examined again once it is open, so nobody can exchange it in between. Raises InputError if it is not
-    such a file, and OSError if it cannot be opened.
+    The file is examined again once it is open, so nobody can exchange it in between; one that its writer has replaced
+    meanwhile is opened again. Raises InputError if it is not such a file, and OSError if it cannot be opened.
     """
+    for _ in range(TRIES):
+        file = open_unless_exchanged(path, root)
+        if file is not None:
+            return file
+    raise InputError(f"{path} was exchanged while it was opened; try again")
+
+
+def open_unless_exchanged(path: Path, root: Path | None) -> BinaryIO | None:
+    """Open a file as `open_inside` does; return None if another file has replaced it meanwhile."""
     check_regular(path, path.stat())
     file = os.fdopen(os.open(path, FLAGS), "rb")
     try:
@@ -33,10 +43,9 @@ def open_inside(path: Path, root: Path | None = None) -> BinaryIO:
         if root is not None:
             target = Path(os.path.realpath(path))
             check_inside(path, root)
-            check(
-                os.path.samestat(opened, target.lstat()),
-                f"{path} was exchanged while it was opened; try again",
-            )
+            if not os.path.samestat(opened, target.lstat()):
+                file.close()
+                return None
     except BaseException:
         file.close()
         raise

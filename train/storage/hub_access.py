@@ -80,9 +80,7 @@ def why_missing(source: str, error: BaseException) -> str:
     if is_at_hub(source):  # `source` may also be the misspelt name of a folder
         if "/" in source and local_path(source).parent.is_dir():
             return f"there is no such folder in {local_path(source).parent}"
-        if silence() is None:
-            why = why
-        else:
+        if silence() is not None:
             why = f"it is not in the Hub's cache, and {silence()}"
         return f"there is no such file or folder here, and at the Hub: {why}"
     if not source or local_path(source).exists():

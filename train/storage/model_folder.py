@@ -11,7 +11,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from train.config import shortlist
 from train.storage.foreign import read_whole
 from train.storage.schema import BadContent, of_type, read_object, shown
 
@@ -34,7 +33,6 @@ FOR_THE_CLASS = ("init_inputs", "vocab", "merges", "tokenizer_object")
 IGNORED_PATHS = ("tokenizer_file", "special_tokens_map_file")
 LARGEST = 10**9  # the largest size
 DEEPEST = 1000  # the largest number of layers: building more could hang a machine
-MOST_NAMED = 5  # folders that an error message names
 MOST_LABELS = 10**6  # limited because transformers creates a name for each label
 WIDTHS = ("vocab_size", "hidden_size", "dim", "embedding_size", "intermediate_size", "hidden_dim")
 COUNTS = ("num_attention_heads", "n_heads", "max_position_embeddings")
@@ -88,23 +86,6 @@ def read_model_json(folder: Path) -> dict[str, Any] | None:
         if re.search("dropout(_prob)?$", name):
             check_number(path, name, values[name], least=0, most=1, kind=int | float)
     return values
-
-
-def models_below(folder: Path) -> str:
-    """Return the end of an error message about a folder without a model: it names subfolders that contain models."""
-    found = [
-        path
-        for pattern in ("*/config.json", "*/*/config.json")
-        for path in sorted(folder.glob(pattern))
-    ]
-    names = [
-        name
-        for path in found
-        if (name := path.parent.relative_to(folder).as_posix()).isprintable()
-    ]
-    if names:
-        return f"; there are models in {shortlist(names, MOST_NAMED)}: name one"
-    return ""
 
 
 def read_tokenizer_json(folder: Path) -> dict[str, Any]:

@@ -1,13 +1,12 @@
 """S3 through boto3: small files and uploads. Shards are read by train/data/shards/download.py.
 
-boto3 retries after throttling, 5xx responses and lost connections for as long as s3_retry.py allows. If a request still
-fails, the error has a one-line message.
+boto3 retries after throttling, 5xx responses and lost connections, also of a client that has seen many of them. If a
+request still fails, the error has a one-line message.
 """
 
 from __future__ import annotations
 
 import io
-import os
 import re
 import uuid
 from collections.abc import Iterator
@@ -41,21 +40,24 @@ from train.storage.aws_errors import (
     UNKNOWN,
     Rejected,
     code_of,
-    is_temporary,
     one_line,
 )
 from train.storage.foreign import check_size
-from train.storage.s3_retry import ATTEMPTS, NotAnswered, RetryPolicy
 from train.storage.s3_session import credentials, open_service, open_session
 from train.storage.schema import Head, is_path
 
 CONNECTIONS = 32  # connections that are kept open
+ATTEMPTS = 6  # of a request; if each fails immediately, the pauses between them take about 15 s
 PART_BYTES = 16 * 2**20  # bytes of a part in a multipart upload
 UPLOAD_THREADS = 4
+DOWNLOAD_ATTEMPTS = (
+    2  # of a part whose body breaks off; each consists of ATTEMPTS requests if none is answered
+)
 TRANSFER = TransferConfig(
     multipart_threshold=PART_BYTES,
     multipart_chunksize=PART_BYTES,
     max_concurrency=UPLOAD_THREADS,
+    num_download_attempts=DOWNLOAD_ATTEMPTS,
     preferred_transfer_client="classic",  # AWS's other client, CRT, raises different errors
 )
 TRANSFER.max_in_memory_upload_chunks = UPLOAD_THREADS  # the default is ten
@@ -65,7 +67,7 @@ BODY_BROKEN = (
     IncompleteReadError,
     FlexibleChecksumError,
 )
-BROKEN_OFF = (NotAnswered, ConnectionError, HTTPClientError, RetriesExceededError, *BODY_BROKEN)
+BROKEN_OFF = (ConnectionError, HTTPClientError, RetriesExceededError, *BODY_BROKEN)
 # the only answer that says so: a status 404 without it may come from a proxy
 MISSING = "NoSuchKey"
 UNSAID = " (or it is missing, which S3 says only to users who may list the bucket; or the bucket makes requesters pay:"
@@ -74,17 +76,6 @@ TAKEN = ("PreconditionFailed", "ConditionalRequestConflict")
 ELSEWHERE = ("AuthorizationHeaderMalformed", "IllegalLocationConstraintException")
 NO_CONDITIONS = "it rejects a conditional write (If-None-Match), without which two jobs could own one run folder: "
 NO_CONDITIONS += "use a server that has conditional writes, or a disk"
-UNSUMMED = (
-    "XAmzContentSHA256Mismatch",
-    "NotImplemented",
-    "InvalidArgument",
-    "InvalidRequest",
-    "SignatureDoesNotMatch",
-)
-SUMS = {
-    "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
-    "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
-}
 USUAL_ENDPOINT = re.compile(r"https://s3(\.[a-z0-9-]+)?\.amazonaws\.com(\.cn)?")
 WRITER = "writer"  # metadata key of created objects; the value identifies the call that created the object
 DEFAULT_REGION = "us-east-1"  # the default of AWS's tools; compatible servers accept it
@@ -104,10 +95,10 @@ def split(location: str) -> tuple[str, str]:
 
 
 def open_client(session: Any, s3: S3Config) -> Any:
-    retries = RetryPolicy(s3.timeout_s)
+    attempt_s = s3.timeout_s / ATTEMPTS
     config = Config(
-        connect_timeout=retries.attempt_s / 2,
-        read_timeout=retries.attempt_s,
+        connect_timeout=attempt_s / 2,
+        read_timeout=attempt_s,
         max_pool_connections=CONNECTIONS,
         # The newer modes pause for only 3 s in total, and stop retrying after a few dozen errors per client.
         retries={"mode": "legacy", "total_max_attempts": ATTEMPTS},
@@ -117,7 +108,6 @@ def open_client(session: Any, s3: S3Config) -> Any:
     client = open_service(
         session, "s3", endpoint_url=s3.endpoint, region_name=region, config=config
     )
-    retries.hook_into(client)
     client.meta.events.register_first("needs-retry.s3", reject_another_region)
     client.meta.events.register_first("needs-retry.s3", partial(renew_credentials, session, s3))
     return client
@@ -227,8 +217,8 @@ class S3Folder:
         with self.explained("read", name):
             try:
                 self.client.download_file(self.bucket, self.key(name), str(path), Config=TRANSFER)
-            except ClientError as error:  # of a HEAD, which does not say why
-                self._get_after(error, name)
+            except ClientError:  # of a HEAD, which does not say why
+                self._get(name)
                 raise
 
     def create(self, name: str, content: bytes) -> bool:
@@ -250,14 +240,15 @@ class S3Folder:
                 raise
             # an earlier attempt may have created it, but its response was lost
             except FileExistsError:
-                answer = self._head(name)
-                if answer is not None:
-                    return bool(answer["Metadata"].get(WRITER) == mark)
+                with suppress(FileNotFoundError), self.explained("read", name):
+                    return bool(self._get(name)["Metadata"].get(WRITER) == mark)
         return False
 
     def head(self, name: str) -> Head | None:
-        answer = self._head(name)
-        if answer is None:
+        try:
+            with self.explained("read", name):
+                answer = self._get(name)
+        except FileNotFoundError:
             return None
         return Head(int(answer["ContentLength"]), answer["ETag"])
 
@@ -265,21 +256,8 @@ class S3Folder:
         head = self.head(name)
         return head and head.size
 
-    def _head(self, name: str) -> Any:
-        """Return boto3's response to HEAD for a file; None if the file is missing."""
-        try:
-            with self.explained("read", name):
-                try:
-                    return self.client.head_object(**self.address(name))
-                except ClientError as error:
-                    return self._get_after(error, name)
-        except FileNotFoundError:
-            return None
-
-    def _get_after(self, error: ClientError, name: str) -> Any:
-        """Return boto3's response to GET after a HEAD that failed with `error`. Only GET says why it fails."""
-        if is_temporary(error.response["ResponseMetadata"]["HTTPStatusCode"], None):
-            raise error
+    def _get(self, name: str) -> Any:
+        """Return boto3's response to GET for a file, without its body. Unlike HEAD, GET says why it fails."""
         answer = self.client.get_object(**self.address(name))
         answer["Body"].close()
         return answer
@@ -382,18 +360,7 @@ class S3Folder:
                 cure += "; if the bucket's policy demands encryption, set s3.sse"
             kind = NotPermitted if action == "delete" else InputError
             return kind(f"{url}: no permission to {action} it{hint}; {cure}")
-        explained = aws_errors.explain(error, url, service="S3")
-        if (
-            action == "write"
-            and code in UNSUMMED
-            and self.endpoint
-            and not SUMS.items() <= os.environ.items()
-        ):
-            variables = " and ".join(f"{name}={value}" for name, value in SUMS.items())
-            explained.args = (
-                f"{explained}; if the server does not know checksums of uploads, set {variables}",
-            )
-        return explained
+        return aws_errors.explain(error, url, service="S3")
 
 
 def encryption(s3: S3Config) -> dict[str, str]:

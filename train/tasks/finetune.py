@@ -16,7 +16,7 @@ import numpy as np
 from datasets import concatenate_datasets
 from torch import Tensor, nn
 
-from train.config import RecordsConfig, TrainConfig
+from train.config import DataParallelConfig, RecordsConfig, TrainConfig
 from train.data.batches.buckets import Buckets
 from train.data.random_bits import EVAL_STREAM, hash_uniform
 from train.data.records.featurizer import Featurizer
@@ -34,14 +34,13 @@ from train.models.heads import (
     default_names,
     logits_of,
 )
-from train.parallel.backends import compiles_each_length
 from train.run_folder.samples import Answer, Guess, Sample, excerpt
 from train.storage.folders import Folder, canonical_json
 from train.tasks.predictor import Predictor, trained_task
 from train.tasks.spec import Task
 from train.tasks.state import TaskState, files_beside
 from train.tasks.table import spec_of
-from train.tasks.texts import Sizes, resolved_lengths
+from train.tasks.texts import Sizes, pass_cost, resolved_lengths
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -210,12 +209,8 @@ class TextTask(Task):
         every = concatenate_datasets([split.features for split in self.splits])
         self.eval_table = self.token_rows(every, {**self.columns, **self.eval_columns})
         if len(self.lengths) > 1:  # a single length needs no buckets
-            compiles = compiles_each_length(cfg.backend, cfg.instance)
             self.buckets = Buckets(
-                self.lengths,
-                self.train_table.bucket_of,
-                self.eval_table.bucket_of,
-                is_mixed=cfg.data.lengths == "auto" and not compiles,
+                self.lengths, self.train_table.bucket_of, self.eval_table.bucket_of
             )
         self.metrics = tuple(
             f"{split.prefix}{name}" for split in self.splits for name in self.metric_names
@@ -277,7 +272,9 @@ class TextTask(Task):
 
     def summary(self) -> str:
         lengths = ", ".join(map(str, self.lengths))
-        padding = f"in training {self.facts['padding_share']:.1%} of the tokens are padding"
+        padding = (
+            f"in training at least {self.facts['padding_share']:.1%} of the tokens are padding"
+        )
         line = f"batches of {lengths} tokens (data.lengths={self.data.lengths}); {padding}"
         return "; ".join([line, *self.cut_rows()])
 
@@ -292,6 +289,12 @@ class TextTask(Task):
             )
             if words:
                 yield f"{name}: {words}"
+
+    def micro_batches(self, share: int, replicas: int) -> int:
+        parallel = self.run_cfg.parallel
+        if self.buckets is None or not isinstance(parallel, DataParallelConfig):
+            return 1
+        return self.buckets.best_cut(share, replicas, cost=pass_cost(self.run_cfg))
 
     def only_evaluates(self) -> None:
         self.remarks = [*self.remarks, *self.cut_rows()]

@@ -19,7 +19,7 @@ from train.data.batches.buckets import BUCKET_SHIFT
 from train.models.heads import logits_of
 from train.tasks.state import read_state
 from train.tasks.table import TASKS, class_of, spec_of
-from train.tasks.texts import Sizes, eager_step
+from train.tasks.texts import Sizes, every_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -162,6 +162,4 @@ def lengths_of(task: TextTask) -> tuple[int, ...]:
     seq_len = task.sizes.seq_len
     if task.sizes.has_one_length:
         return (seq_len,)
-    step = eager_step(seq_len)
-    shortest = -(-min(task.shortest, seq_len) // step) * step
-    return (*range(shortest, seq_len, step), seq_len)
+    return every_length(task.shortest, seq_len)

@@ -117,6 +117,10 @@ class Task(ABC):
         """Return a line for the log that says how the data is batched, or ""."""
         return ""
 
+    def micro_batches(self, share: int, replicas: int) -> int:
+        """Return into how many micro batches a step's `share` of each of the `replicas` is best cut."""
+        return 1
+
     def verify_data(self) -> None:
         """Compare the data with its checksums, if this is still to be done. An InputError names damaged files."""
         return

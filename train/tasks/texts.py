@@ -12,7 +12,7 @@ from train.data.shards.cache import cache_dir
 from train.models.encoder import fitting_config, model_config, most_positions
 from train.models.network import READING_PADDING
 from train.models.source import resolved, task_tokenizer
-from train.parallel.backends import compiles_each_length
+from train.parallel.backends import compiles_each_length, is_cuda, name_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 MOST_TOKENS = 512  # tokens; the limit if seq_len is not set: few texts are longer, and attention over them is slow
 MOST_PADDING = 0.1  # the share of padding in a batch's tokens that data.lengths=auto accepts
 MOST_LENGTHS = 128  # the limit on the number of batch lengths without compilation
-MOST_CHOICES = 1024  # the limit on the number of lengths among which data.lengths=auto chooses; time is quadratic in it
+# The tokens that take as long as what each further pass costs: on CPUs measured (benchmarks/notes.md), on other devices
+# estimated from launching kernels, and not run on hardware.
+CPU_PASS, DEVICE_PASS = 150, 2048
 EAGER_STEP = 8  # tokens; without compilation, lengths are multiples of this: on CPUs, bf16 is slower with others
 
 
@@ -113,22 +115,37 @@ def resolved_lengths(
         int(tables.lengths(split).max(initial=shortest)) for split in tables.facts["splits"]
     )
     if is_compiled:
-        step = STEP
+        step, most = STEP, MOST_GRAPHS
     else:
-        step = eager_step(longest, MOST_CHOICES)
+        step, most = eager_step(longest), MOST_LENGTHS
     longest = min(-(-longest // step) * step, seq_len)
+    if cfg.data.lengths == [] and not is_compiled:
+        return every_length(shortest, longest)
     if cfg.data.lengths != "auto":
         return lengths_up_to(cfg.seq_len or max([longest, *cfg.data.lengths]), cfg.data.lengths)
-    most = MOST_GRAPHS if is_compiled else MOST_LENGTHS
     rows = tables.lengths(next(iter(tables.facts["splits"])))  # training rows, if there are any
     return tuple(
         best_lengths(rows, longest, most, step=step, shortest=shortest, enough=MOST_PADDING)
     )
 
 
-def eager_step(longest: int, most: int = MOST_LENGTHS) -> int:
-    """Return the tokens between batch lengths without compilation: at most `most` lengths, the last is `longest`."""
-    return EAGER_STEP * max(1, -(-longest // (EAGER_STEP * most)))
+def every_length(shortest: int, longest: int) -> tuple[int, ...]:
+    """Return the multiples of `eager_step` from `shortest`, up to `longest`, which is the last length."""
+    step = eager_step(longest)
+    return (*range(-(-min(shortest, longest) // step) * step, longest, step), longest)
+
+
+def pass_cost(cfg: TrainConfig) -> int:
+    """Return how many tokens take as long as what one more micro batch costs on this run's device."""
+    place = cfg.backend, cfg.instance
+    if name_of(*place) == "ddp" and not is_cuda(*place):
+        return CPU_PASS
+    return DEVICE_PASS
+
+
+def eager_step(longest: int) -> int:
+    """Return the tokens between lengths without compilation, so that there are at most MOST_LENGTHS up to `longest`."""
+    return EAGER_STEP * max(1, -(-longest // (EAGER_STEP * MOST_LENGTHS)))
 
 
 def lengths_up_to(seq_len: int, lengths: Sequence[int]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The command `baretrain checkpoints RUN [list | verify | prune | export]`, which manages a run's checkpoints."""
+"""The command `baretrain checkpoints RUN [list | verify | export]`, which looks into a run's checkpoints."""
 
 from __future__ import annotations
 
@@ -11,26 +11,24 @@ from pathlib import Path
 
 from train.checkpoints import open_store
 from train.checkpoints.manifest import Damaged, Manifest, chosen_at, step_name
-from train.checkpoints.retention import ALWAYS_VALID, best, retention
+from train.checkpoints.retention import best
 from train.checkpoints.store import Store
 from train.config import InputError, S3Config, check, shortlist
 from train.machine import host
 from train.machine.console import say
+from train.observe.report.texts import aligned
 from train.run.command import (
     DONE,
     FAILED,
     REJECTED,
-    add_import_flag,
     add_s3_flags,
     command_parser,
     run_flags,
 )
 from train.run.saved import read_config
-from train.run_folder.ownership import LeaseLost, Ownership
 from train.storage.atomic_io import discard
 from train.storage.folders import Folder, LocalFolder, local_path, make_folder, open_folder
 
-REJECTED_TEXT = "arguments rejected, or a job uses the run"
 COLUMNS = ("step", "size", "score", "ranks", "backend", "lease", "state")
 
 
@@ -56,9 +54,10 @@ def fetch(store: Store, step: int, content: str | None = None) -> Path:
     """
     check_step(store, step)
     try:
-        return store.fetch(
-            step, None if content is None else store.manifest(step).files_of(content)
-        )
+        wanted = None
+        if content is not None:
+            wanted = store.manifest(step).files_of(content)
+        return store.fetch(step, wanted)
     except OSError as error:
         raise InputError(
             f"{error.filename}: {error.strerror}; choose another disk with --cache-dir"
@@ -89,12 +88,9 @@ def table(store: Store) -> Iterator[str]:
         marks = [name for name, marked in names.items() if marked == step]
         if marks:
             cells[-1] += f"  ({', '.join(marks)})"
-    lines = [list(COLUMNS), *(rows[step] for step in sorted(rows))]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines if rows else ():
-        padded = [cell.rjust(width) for cell, width in zip(line[:-1], widths[:-1], strict=True)]
-        yield "  ".join([*padded, line[-1]])
-    if not rows:
+    if rows:
+        yield from aligned([list(COLUMNS), *(rows[step] for step in sorted(rows))])
+    else:
         yield f"{store.location}: no checkpoint"
     for name in store.quarantined():
         yield f"in quarantine: {name}"
@@ -114,15 +110,14 @@ def size(manifest: Manifest) -> str:
     return f"{manifest.num_bytes / 1e6:,.1f} MB"
 
 
-# ---- verify and prune ----------------------------------------------------------------------------------------------
+# ---- verify --------------------------------------------------------------------------------------------------------
 
 
 def verify(store: Store, step: int | None) -> int:
     """Read a step, or all steps, and compare the checksums. Prints a line per step and returns the exit code."""
+    steps = store.steps()
     if step is not None:
         steps = [step]
-    else:
-        steps = store.steps()
     valid = []
     for each in steps:
         try:
@@ -145,41 +140,6 @@ def verify(store: Store, step: int | None) -> int:
     return DONE
 
 
-def prune(folder: Folder, store: Store, keep: int, *, removes: bool) -> int:
-    """Print which steps would be removed or, if `removes`, become the owner of the run folder and remove them."""
-    least = ALWAYS_VALID
-    check(
-        keep >= least,
-        f"--keep {keep} must be at least {least}: the last {least} valid checkpoints are always kept",
-    )
-    if not removes:
-        show(retention(store, keep), store.leftovers(), "would be removed")
-        say("nothing was removed: add --yes to remove them, once no job uses the run")
-        return DONE
-    with Ownership(folder, on_wait=lambda text: say(text, file=sys.stderr)) as ownership:
-        reasons = retention(store, keep)
-        for step in [step for step, reason in reasons.items() if reason is None]:
-            ownership.check()
-            store.remove(step)
-        ownership.check()
-        stays = dict.fromkeys(store.steps(), "this user may not change it")
-        reasons = {step: reason or stays.get(step) for step, reason in reasons.items()}
-        uncommitted = store.collect_garbage(ended_below=ownership.ended_below)
-    show(reasons, uncommitted, "removed")
-    return DONE
-
-
-def show(reasons: dict[int, str | None], uncommitted: list[str], action: str) -> None:
-    for step, reason in reasons.items():
-        if reason is None:
-            what = action
-        else:
-            what = f"kept: {reason}"
-        say(f"{step_name(step)}  {what}")
-    for name in uncommitted:
-        say(f"{name}  {action}: files of an unfinished save, which no manifest lists")
-
-
 # ---- export, which needs torch -------------------------------------------------------------------------------------
 
 
@@ -191,7 +151,7 @@ def export(folder: Folder, store: Store, options: argparse.Namespace, s3: S3Conf
     is_new = not target.exists() or not any(target.iterdir())
     check(is_new, f"{target} is not empty; choose another folder")
     cfg = read_config(folder)
-    cfg.data.path, cfg.data.cache_dir, cfg.s3 = options.data or "", options.cache_dir, s3
+    cfg.data.cache_dir, cfg.s3 = options.cache_dir, s3
     step, why = chosen(store, options.step)
     path = fetch(store, step, "model")
     existed = target.exists()
@@ -245,60 +205,42 @@ def main(arguments: Sequence[str]) -> int:
         exits={
             DONE: "done",
             FAILED: "a checkpoint is damaged, or S3 did not answer",
-            REJECTED: REJECTED_TEXT,
+            REJECTED: "arguments rejected",
         },
         imports=True,
     )
     parser.add_argument(
         "run", metavar="RUN", help="run_dir of a run: a folder or s3://bucket/prefix"
     )
-    add_s3_flags(parser)
-    commands = parser.add_subparsers(
-        dest="command", metavar="list | verify | prune | export", help="default: list"
+    what = "list the steps (the default); compare files with checksums, and say where the next start resumes; "
+    parser.add_argument(
+        "command",
+        nargs="?",
+        choices=("list", "verify", "export"),
+        default="list",
+        help=f"{what}write a step as a Hugging Face folder, with the tokenizer",
     )
-
-    def add(name: str, text: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(
-            name, help=text, description=text, argument_default=argparse.SUPPRESS
-        )
-        add_import_flag(command)
-        add_s3_flags(command)
-        return command
-
-    add("list", "list the steps (the default); only manifests and file lengths are read")
-    add(
-        "verify", "compare files with checksums, and print where the next start resumes"
-    ).add_argument("--step", type=int, default=None, help="verify only this step")
-    pruning = add(
-        "prune", f"remove old steps, but never the best or the last {ALWAYS_VALID} valid ones"
-    )
-    pruning.add_argument(
-        "--keep", type=int, required=True, metavar="N", help="number of the newest steps to keep"
-    )
-    pruning.add_argument(
-        "--yes",
-        action="store_true",
-        default=False,
-        help="remove the steps instead of listing them",
-    )
-    exporting = add("export", "write a step as a Hugging Face folder, with the tokenizer")
-    exporting.add_argument("folder", metavar="FOLDER", help="folder to write, new or empty")
-    exporting.add_argument(
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", help="for export: new or empty")
+    parser.add_argument(
         "--step",
         type=int,
-        default=None,
-        help="step to write (default: the best, or the newest if none was evaluated)",
+        help="for verify: only this step; for export (default: the best, or the newest if none was evaluated)",
     )
-    exporting.add_argument(
+    parser.add_argument(
         "--data",
-        default=None,
         metavar="LOCATION",
-        help="location of the prepared data, if RUN has no model/ folder",
+        help="for export: location of the prepared data, if RUN has no model/ folder",
     )
+    add_s3_flags(parser)
     return run_flags(parser, arguments, look)
 
 
 def look(options: argparse.Namespace, s3: S3Config) -> int:
+    is_export = options.command == "export"
+    check(
+        is_export == (options.folder is not None),
+        "export needs a FOLDER, and the other commands none",
+    )
     folder = open_folder(options.run, s3)
     is_run = bool(folder.names_here() & {"environment.json", "checkpoints"})
     check(
@@ -309,13 +251,11 @@ def look(options: argparse.Namespace, s3: S3Config) -> int:
         with opened(folder, options.cache_dir) as store:
             if options.command == "verify":
                 return verify(store, options.step)
-            if options.command == "prune":
-                return prune(folder, store, options.keep, removes=options.yes)
-            if options.command == "export":
+            if is_export:
                 return export(folder, store, options, s3)
             for line in table(store):
                 say(line)
-    except (Damaged, LeaseLost) as error:
+    except Damaged as error:
         say(f"error: {error}", file=sys.stderr)
         return FAILED
     return DONE

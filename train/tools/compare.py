@@ -10,8 +10,6 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from subprocess import Popen
-from types import FrameType
 from typing import NamedTuple
 
 from train.config import InputError, TrainConfig, check, to_dict
@@ -27,16 +25,12 @@ from train.storage.folders import canonical_json, open_folder
 from train.storage.schema import BadContent, FileName, read_yaml
 from train.tasks import build_task
 from train.tools.report import check_output, write_report
-from train.tools.report import main as report
 
-# A run folder named a=b can be given as ./a=b.
-SETTING = re.compile(r"[A-Za-z_][\w.]*=.*", re.DOTALL)
 PURPOSE = """Train a run in several variants, one after the other, and write a report that compares them with the first.
-Given run folders instead of settings, only write the report on them, as baretrain report does."""
+For finished runs, baretrain report writes the same report."""
 EXAMPLES = (
     "experiment=compare_squad data.path=rajpurkar/squad run_dir=runs/compare",
     "experiment=demo run_dir=runs/sizes 'compare.variants={narrow: seed=1, wide: model.hidden_size=512}'",
-    "runs/native s3://bucket/runs/compiled --output reports/compiled",
 )
 USED = (
     "run_dir",
@@ -58,9 +52,7 @@ class Variant(NamedTuple):
 
 
 def main(arguments: Sequence[str]) -> int:
-    given = [each for each in arguments if SETTING.fullmatch(each)]
-    if not given and not {"--cfg", "--help", "-h"} & set(arguments):
-        return report(arguments)
+    given = [each for each in arguments if "=" in each and not each.startswith("-")]
     cli.add_schema(CompareConfig, "compare", [])
     parser = cli.settings_parser("compare", CompareConfig, PURPOSE, examples=EXAMPLES, keys=USED)
     run = functools.partial(run_variants, given)
@@ -84,14 +76,15 @@ def run_variants(given: Sequence[str], cfg: CompareConfig) -> int:
             with named(variant.name):
                 build_task(variant.cfg)  # opens its files, and prepares labelled data
     failed = {}
-    with Runner(cfg.compare.ranks) as runner:
-        for variant in variants:
-            reason = runner.run(variant)
-            if runner.is_asked_to_stop:
-                say("stopped; the same command resumes", file=sys.stderr)
-                return STOPPED
-            if reason:
-                failed[variant.name] = printable(reason)
+    try:
+        with interruptible():
+            for variant in variants:
+                reason = run_variant(variant, cfg.compare.ranks)
+                if reason:
+                    failed[variant.name] = printable(reason)
+    except KeyboardInterrupt:
+        say("stopped; the same command resumes", file=sys.stderr)
+        return STOPPED
     done = [variant.location for variant in variants if variant.name not in failed]
     if done:
         missing = [
@@ -101,7 +94,9 @@ def run_variants(given: Sequence[str], cfg: CompareConfig) -> int:
         write_report(done, cfg.s3, output=None, failed=missing)
     for name, reason in failed.items():
         say(f"error: {name}: {reason}", file=sys.stderr)
-    return FAILED if failed else DONE
+    if failed:
+        return FAILED
+    return DONE
 
 
 # ---- variants ------------------------------------------------------------------------------------------------------
@@ -155,55 +150,50 @@ def named(variant: str) -> Iterator[None]:
 # ---- running them --------------------------------------------------------------------------------------------------
 
 
-class Runner:
-    """A context that runs variants and forwards signals to the running one. After a signal, it starts no others."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
-        self.process: Popen[bytes] | None = None
-        self.is_asked_to_stop = False
-
-    def __enter__(self) -> Runner:
-        self.before = {}
-        for number in processes.FORWARDED:
-            # A signal that this process ignores, such as SIGHUP under nohup, must remain ignored.
-            if signal.getsignal(number) != signal.SIG_IGN:
-                self.before[number] = signal.signal(number, self.handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.before.items():
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Raise KeyboardInterrupt in the block for each signal that asks to stop."""
+    before = {number: signal.getsignal(number) for number in processes.FORWARDED}
+    for number, handler in before.items():
+        # A signal that this process ignores, such as SIGHUP under nohup, must remain ignored.
+        if handler != signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
 
-    def handle(self, number: int, _frame: FrameType | None) -> None:
-        self.is_asked_to_stop = True
-        # after Ctrl-C, the run gets two signals; it ignores the second
-        if self.process is not None:
-            self.process.send_signal(number)
 
-    def run(self, variant: Variant) -> str:
-        """Run or resume a variant unless it is done. Return why it failed; "" if it is done or was stopped."""
-        if is_done(variant):
-            say(f"{variant.name}: {variant.location} is done")
-            return ""
-        command = [sys.executable]
-        if self.num_ranks > 1:
-            command += ["-m", "train.machine.local_torchrun", f"--nproc-per-node={self.num_ranks}"]
-        command += ["-m", "train", *imported.flags(), *variant.overrides]
-        folder = open_folder(variant.location, variant.cfg.s3)
-        before = read_outcome(folder)
-        say(f"{variant.name}: python {shlex.join(command[1:])}")
-        self.process = processes.start(command, env=os.environ)
-        if self.is_asked_to_stop:  # the signal came before the process existed
-            self.process.terminate()
-        code = processes.exit_code(self.process)
-        self.process = None
-        if code == DONE:
-            return ""
-        outcome = read_outcome(folder)
-        if outcome == before:  # the run ended without writing an outcome
-            outcome = {}
-        # A notice that stops one run, such as one that EC2 takes the machine back, also stops the other variants.
-        if code == STOPPED or outcome.get("outcome") == "stopped":
-            self.is_asked_to_stop = True
-        return str(outcome.get("reason") or f"exit code {code}")
+def run_variant(variant: Variant, num_ranks: int) -> str:
+    """Run or resume a variant unless it is done. Return why it failed; "" if it is done.
+
+    Raises KeyboardInterrupt, once the run has ended, if it or this process was asked to stop.
+    """
+    if is_done(variant):
+        say(f"{variant.name}: {variant.location} is done")
+        return ""
+    command = [sys.executable]
+    if num_ranks > 1:
+        command += ["-m", "train.machine.local_torchrun", f"--nproc-per-node={num_ranks}"]
+    command += ["-m", "train", *imported.flags(), *variant.overrides]
+    folder = open_folder(variant.location, variant.cfg.s3)
+    before = read_outcome(folder)
+    say(f"{variant.name}: python {shlex.join(command[1:])}")
+    process = processes.start(command, env=os.environ)
+    try:
+        code = processes.exit_code(process)
+    except KeyboardInterrupt:
+        # after Ctrl-C in a terminal, the run gets two signals; it ignores the second
+        process.send_signal(signal.SIGINT)
+        processes.exit_code(process)
+        raise
+    if code == DONE:
+        return ""
+    outcome = read_outcome(folder)
+    if outcome == before:  # the run ended without writing an outcome
+        outcome = {}
+    # A notice that stops one run, such as one that EC2 takes the machine back, also stops the other variants.
+    if code == STOPPED or outcome.get("outcome") == "stopped":
+        raise KeyboardInterrupt
+    return str(outcome.get("reason") or f"exit code {code}")

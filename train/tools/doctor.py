@@ -16,10 +16,10 @@ from typing import Any
 
 import psutil
 
-from train.config import InputError, check, plural
+from train.config import check, plural
 from train.machine import host, neuron, rank_setup
 from train.machine.console import say
-from train.machine.launched import Launched, check_launch, launched
+from train.machine.launched import check_launch, launched
 from train.machine.memory import usable_cpus
 from train.machine.versions import read_versions
 from train.run.command import DONE, FAILED, REJECTED, command_parser, guarded
@@ -33,6 +33,7 @@ LEAST_DISK = 4 * GIB  # less is an error
 WANTED_DISK = 20 * GIB  # less is a warning
 RANK_MEMORY = GIB  # 0.65 GiB were measured in a process that had imported torch and transformers
 PACKAGES = ("torch", "torch-xla", "torch-neuronx", "neuronx-cc", "libneuronxla", "transformers")
+NEURON = ("torch-neuronx", "neuronx-cc", "torch-xla")
 RELOAD = "sudo modprobe -r neuron && sudo modprobe neuron; if that does not help, stop and start the instance"
 GPU_QUERY = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
 
@@ -63,13 +64,13 @@ def trainium_cores(probe: Probe) -> Finding:
     if answer.fault:
         return bad(answer.fault, cure=f"sudo apt-get install aws-neuronx-tools; {RELOAD}")
     try:
-        chips = neuron.read_neuron_ls(answer.out)
+        chips = neuron.cores_of_chips(answer.out)
     except ValueError as error:
         return bad(
             f"the output of neuron-ls -j cannot be read ({error})",
             cure="sudo apt-get install --only-upgrade aws-neuronx-tools",
         )
-    number = sum(chip.num_cores for chip in chips)
+    number = sum(chips)
     text = f"{number} NeuronCores on {plural(len(chips), 'chip')}"
     return counted(probe, number, text, cure=RELOAD)
 
@@ -94,33 +95,13 @@ def counted(probe: Probe, number: int, text: str, *, cure: str) -> Finding:
     return ok(text)
 
 
-def ranks(probe: Probe) -> Finding:
-    wanted = probe.num_ranks
-    if wanted is None:
-        return ok("not checked without --ranks-per-machine")
-    devices = probe.instance.devices
-    if devices and wanted > devices:
-        return bad(
-            f"{wanted} ranks for {plural(devices, 'device')}",
-            cure=f"torchrun --nproc-per-node={devices}",
-        )
-    world = wanted * probe.num_machines
-    launch = Launched(world_size=world, local_world_size=wanted, is_distributed=True)
-    try:
-        check_launch(probe.instance, launch)
-    except InputError as error:
-        text, _, cure = str(error).partition("; ")
-        return bad(text, cure=cure)
-    return ok(f"{wanted} per machine")
-
-
 def efa(probe: Probe) -> Finding:
     wanted = probe.instance.efa_interfaces or 0
     text = f"{probe.num_efa} of {plural(wanted, 'interface')}"
     # Machines with one network card also reach each other by TCP.
-    if probe.num_machines > 1 and wanted > 1 and probe.num_efa < wanted:
-        return bad(
-            text,
+    if wanted > 1 and probe.num_efa < wanted:
+        return warn(
+            f"{text}; a run on several machines is slow without them",
             cure="launch again with InterfaceType=efa on every network card; if all were requested, run the EFA "
             "installer: sudo ./efa_installer.sh -y",
         )
@@ -137,31 +118,17 @@ def packages(probe: Probe) -> Finding:
     if faults:
         whats, _, cures = zip(*(fault.partition("; ") for fault in faults), strict=True)
         return bad("; ".join(whats), cure="; ".join(cures))
-    if probe.is_trainium:
-        return neuron_packages(text, versions)
+    missing = [name for name in NEURON if name not in versions]
+    if probe.is_trainium and missing:
+        return bad(f"{', '.join(missing)} missing ({text})", cure=read_versions().sdk.install)
     if probe.has_gpu and "+cpu" in torch:
         cure = "pip install --force-reinstall 'torch>=2.9'"
         return bad(f"torch {torch} is built without CUDA", cure=cure)
     return ok(text)
 
 
-def neuron_packages(text: str, versions: Mapping[str, str]) -> Finding:
-    """Check that trn1's Python packages are all installed, in versions that one SDK ships together."""
-    table = read_versions()
-    needed = ("torch-neuronx", "neuronx-cc", "torch-xla")
-    missing = [name for name in needed if name not in versions]
-    if missing:
-        return bad(f"{', '.join(missing)} missing ({text})", cure=table.sdk.install)
-    neuronx = versions["torch-neuronx"].partition("+")[0].split(".", 3)[-1]
-    compiler = versions["neuronx-cc"].partition("+")[0]
-    for sdk in table.sdks:
-        if (sdk.torch_neuronx, sdk.neuronx_cc) == (neuronx, compiler):
-            return ok(f"{text}: SDK {sdk.name}")
-    return warn(f"{text}: no known SDK ships these versions together", cure=table.sdk.install)
-
-
 def memory(probe: Probe) -> Finding:
-    ranks = probe.num_ranks or probe.instance.devices or 1
+    ranks = probe.instance.devices or 1
     wanted = ranks * RANK_MEMORY
     text = f"{probe.free_memory / GIB:,.0f} GiB free"
     if probe.free_memory < wanted:
@@ -195,7 +162,6 @@ def clock(probe: Probe) -> Finding:
 
 CHECKS: dict[str, Callable[[Probe], Finding]] = {
     "devices": devices,
-    "ranks": ranks,
     "EFA": efa,
     "packages": packages,
     "memory": memory,
@@ -216,8 +182,6 @@ def here(options: argparse.Namespace) -> Probe:
         free_memory=psutil.virtual_memory().available,
         free_disk={str(place): free_bytes(place) for place in places if place.is_dir()},
         instance=read_instance(name),
-        num_ranks=options.ranks_per_machine,
-        num_machines=options.machines or 1,
     )
 
 
@@ -236,11 +200,9 @@ def examine(options: argparse.Namespace) -> int:
 
 
 def examine_collectives(options: argparse.Namespace) -> int:
-    others = (options.instance, options.ranks_per_machine, options.machines)
     check(
-        not any(others),
-        "--collectives reads settings, such as instance=p5.48xlarge; leave out --instance, --ranks-per-machine and "
-        "--machines",
+        options.instance is None,
+        "--collectives reads settings, such as instance=p5.48xlarge; leave out --instance",
     )
     from train.run.compose import load_backend  # late: only --collectives needs Hydra and torch
 
@@ -303,15 +265,6 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         help="instance type (default: as the firmware says)",
     )
     parser.add_argument(
-        "--ranks-per-machine",
-        type=positive,
-        metavar="N",
-        help="ranks to be started on this machine",
-    )
-    parser.add_argument(
-        "--machines", type=positive, metavar="N", help="number of machines of the run (default: 1)"
-    )
-    parser.add_argument(
         "--collectives",
         action="store_true",
         help="under torchrun, with settings of the run (key=value): compare sums over the ranks",
@@ -325,9 +278,3 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         "settings", nargs="*", metavar="key=value", help="settings, see baretrain train --help"
     )
     return parser.parse_intermixed_args(arguments)
-
-
-def positive(text: str) -> int:
-    if not (text.isascii() and text.isdigit()) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be a whole number of 1 or more")
-    return int(text)

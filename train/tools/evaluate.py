@@ -17,8 +17,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from train.checkpoints.manifest import chosen_at
-from train.config import Failure, RecordsConfig, TelemetryConfig, TrainConfig, check, shortlist
+from train.config import (
+    Failure,
+    RecordsConfig,
+    TelemetryConfig,
+    TrainConfig,
+    check,
+    flatten,
+    shortlist,
+)
 from train.machine import rank_setup
 from train.machine.console import say
 from train.machine.launched import launched
@@ -29,7 +36,7 @@ from train.run.command import printable
 from train.run.saved import WHERE, read_data
 from train.run_folder.exported import is_outdated, marked, saved_steps
 from train.storage.folders import Folder
-from train.storage.schema import of_type, read_object
+from train.storage.schema import read_object
 from train.tools.checkpoints import chosen, fetch, opened
 from train.tools.trained import Trained, find_trained, output_path, settings_of, typed_keys
 
@@ -56,7 +63,6 @@ class Model:
     trained: Trained
     output: Path | None
     step: int | None  # training step of the weights; None if unknown
-    is_chosen: bool  # True if --checkpoint gave the step
     # True if the rows were split off the training rows, which must then be read too.
     holds_out: bool
 
@@ -67,48 +73,37 @@ class Model:
 def find(options: Namespace) -> tuple[Model, cli.Given]:
     """Return the model that the flags name, and the settings with which to evaluate it.
 
-    Raises InputError if flags contradict each other, or if a typed setting would train the model.
+    Raises InputError if a typed setting would train the model.
     """
-    if options.output is None:
-        output = None
-    else:
+    output = None
+    if options.output is not None:
         output = output_path(options.output)
     typed = typed_keys(options.settings)
     check(
         "data.train" not in typed, "data.train: nothing is trained; name rows with data.validation"
     )
     trained = find_trained(options.model, options.settings)
-    step, is_chosen, run = options.checkpoint, options.checkpoint is not None, trained.run
-    check(
-        run is not None or not is_chosen,
-        f"--checkpoint {step}: {options.model} is not the run_dir of a run",
-    )
-    values: dict[str, Any] = {}
-    settings: Mapping[str, Any] = {}
-    backend, holds_out = None, False
-    if run is None or trained.cfg is None:
-        values = {"eval_batch_size": BATCH_SIZE, "backend.precision": "fp32"}
-    else:
-        if not is_chosen:
-            if is_outdated(run):
-                step = None
-            else:
-                step = marked(run, "weights")
-        if is_chosen or (step is None and saved_steps(run)):
-            with opened(run, trained.cache_dir) as store:
-                step = chosen(store, step)[0]
-                settings = chosen_at(step, store.look_at_all()[0])
-        is_new = bool(NEW_DATA & typed.keys())
-        is_of_rows = isinstance(trained.cfg.data, RecordsConfig)
-        holds_out = is_of_rows and not is_new and read_data(run)["validation"] is None
-        backend = trained.cfg.backend.name
-        values = dict(settings_of_run(run, trained.cfg, typed, holds_out=holds_out))
-        if is_chosen:  # The export has the settings that were chosen at another step.
-            of_task = {**asdict(trained.cfg.task), **settings}
-            del of_task["kind"]
-            values |= {f"task.{name}": value for name, value in of_task.items()}
-    model = Model(trained, output, step, is_chosen, holds_out)
-    return model, settings_of(trained, typed, values, backend=backend)
+    run, cfg = trained.run, trained.cfg
+    if run is None or cfg is None:
+        values: dict[str, Any] = {"eval_batch_size": BATCH_SIZE, "backend.precision": "fp32"}
+        model = Model(trained, output, step=None, holds_out=False)
+        return model, settings_of(trained, typed, values, backend=None)
+    is_new = bool(NEW_DATA & typed.keys())
+    is_of_rows = isinstance(cfg.data, RecordsConfig)
+    holds_out = is_of_rows and not is_new and read_data(run)["validation"] is None
+    values = dict(settings_of_run(run, cfg, typed, holds_out=holds_out))
+    model = Model(trained, output, step_of(trained, run), holds_out)
+    return model, settings_of(trained, typed, values, backend=cfg.backend.name)
+
+
+def step_of(trained: Trained, run: Folder) -> int | None:
+    """Return the step of the run's weights: of its export or, if that cannot be used, of its best checkpoint."""
+    if not is_outdated(run):
+        return marked(run, "weights")
+    if not saved_steps(run):
+        return None
+    with opened(run, trained.cache_dir) as store:
+        return chosen(store, None)[0]
 
 
 def settings_of_run(
@@ -117,18 +112,10 @@ def settings_of_run(
     """Yield the settings of a run that only an evaluation needs, including the batch size and lengths that it used."""
     facts: dict[str, Any] = {}
     if run.size("environment.json") is not None:
-        facts = read_object(run.read("environment.json"))
-    plan = of_type(dict[str, Any], facts.get("plan", {}), "plan")
-    identity = of_type(dict[str, Any], facts.get("identity", {}), "identity")
+        facts = dict(flatten(read_object(run.read("environment.json"))))
     yield "backend.compile", cfg.backend.compile
     yield "backend.precision", facts.get("precision", cfg.backend.precision)
-    yield (
-        "eval_batch_size",
-        plan.get("eval_batch_size")
-        or cfg.eval_batch_size
-        or cfg.micro_batch_size
-        or cfg.global_batch_size,
-    )
+    yield "eval_batch_size", facts.get("plan.eval_batch_size", BATCH_SIZE)
     is_new = bool(NEW_DATA & typed.keys())
     if not is_new:
         yield "eval_examples", cfg.eval_examples
@@ -140,9 +127,11 @@ def settings_of_run(
             where = f"{printable(run.location)}/config.yaml names data.path={printable(str(own['path']))}"
             say(f"{where}, which is read; data.path=... reads other data", file=sys.stderr)
     if isinstance(cfg.data, RecordsConfig):
-        names += [] if is_new else OWN_ROWS
-        names += HELD_OUT if holds_out else []
-        yield "data.lengths", identity.get("data.lengths", cfg.data.lengths)
+        if not is_new:
+            names += OWN_ROWS
+        if holds_out:
+            names += HELD_OUT
+        yield "data.lengths", facts.get("identity.data.lengths", cfg.data.lengths)
     for name in names:
         yield f"data.{name}", own[name]
 
@@ -157,18 +146,12 @@ def main(arguments: Sequence[str]) -> int:
         "Evaluate a trained model on labelled rows or prepared text, with the same metrics as in training.",
         examples=(
             "runs/tweets data.path=new.csv",
-            "runs/tweets --checkpoint 500 --output scores.json",
+            "runs/tweets --output scores.json",
             "torchrun --standalone --nproc-per-node=8 -m train evaluate s3://bucket/runs/tweets data.path=new.csv",
             "org/model data.path=new.csv data.columns.label=sentiment",
         ),
         keys=USED,
         model="run_dir of a run (its validation data is read unless data.path names other data), a folder, or a Hub id",
-    )
-    parser.add_argument(
-        "--checkpoint",
-        type=int,
-        metavar="STEP",
-        help="step of a run (default: the exported or best)",
     )
     parser.add_argument("--output", metavar="FILE", help="file for a JSON object with the metrics")
     found: list[Model] = []
@@ -222,9 +205,9 @@ def evaluate(cfg: TrainConfig, model: Model) -> int:
 
 
 def load(network: Network, model: Model) -> None:
-    """Load the checkpoint's weights if the export's may differ. Raises InputError if the head was never trained.
+    """Load the checkpoint's weights if the export's differ. Raises InputError if the head was never trained.
 
-    They may differ if --checkpoint names a step, or if training standardised the targets.
+    They differ if training standardised the targets.
     """
     from train.checkpoints.loader import fitting, read_weights
 
@@ -232,10 +215,10 @@ def load(network: Network, model: Model) -> None:
     new = shortlist(sorted(network.new))
     check(not new, f"{trained.location} holds no weights for {new}: its head was not trained")
     is_scaled = getattr(network, "scale", None) is not None
-    if trained.run is None or model.step is None or not (model.is_chosen or is_scaled):
+    if trained.run is None or model.step is None or not is_scaled:
         return
     with opened(trained.run, trained.cache_dir) as store:
-        if not model.is_chosen and model.step not in store.steps():
+        if model.step not in store.steps():
             return  # The checkpoint was removed; the network has the export's weights.
         path = fetch(store, model.step, "model")
         with fitting(path):
@@ -247,18 +230,16 @@ def report(cfg: TrainConfig, model: Model, result: Evaluated) -> None:
     from train.storage.atomic_io import write_atomic
 
     location, world_size = model.trained.location, launched().world_size
+    ranks = ""
     if world_size > 1:
         ranks = f", {world_size} ranks"
-    else:
-        ranks = ""
     where = f"{result.precision} on {result.device}{ranks}"
     say(
         f"{location}: {result.rows:,} validation rows of data.path={cfg.data.path}, {where}",
         file=sys.stderr,
     )
-    if model.step is None:
-        step = ""
-    else:
+    step = ""
+    if model.step is not None:
         step = f"step {model.step} "
     say(f"{step}{evaluation_words(result.metrics, result.eval_s)}")
     if model.output is None:

@@ -1,10 +1,9 @@
-"""The command `baretrain hub RUN --to user/name [--public] [--dry-run]`, which pushes a run to the Hub."""
+"""The command `baretrain hub RUN --to user/name [--public]`, which pushes a run to the Hub."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from train.config import S3Config
 from train.machine.console import say
@@ -24,9 +23,8 @@ from train.run_folder.run_folder import RunFolder
 def main(arguments: Sequence[str]) -> int:
     parser = command_parser(
         "hub",
-        "Push a run that has ended to the Hugging Face Hub: model, tokenizer, card, metrics and curves.",
+        "Push the exported model of a run to the Hugging Face Hub, with its tokenizer and card.",
         examples=(
-            "runs/tweets --to jane/tweets-bert --dry-run",
             "runs/tweets --to jane/tweets-bert",
             "s3://bucket/runs/tweets --to jane/tweets-bert --public",
         ),
@@ -53,9 +51,6 @@ def main(arguments: Sequence[str]) -> int:
         "--private", action="store_true", help="only its owners can see it (the default)"
     )
     seen.add_argument("--public", action="store_true", help="everybody can see it")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="list what would be pushed, and send nothing"
-    )
     add_s3_flags(parser)
     return run_flags(parser, arguments, act)
 
@@ -64,15 +59,5 @@ def act(options: argparse.Namespace, s3: S3Config) -> int:
     check_name("--to ", options.to)
     folder = RunFolder(options.run, s3)
     with run_here(folder, options.cache_dir) as run:
-        files = gathered(run, Path(folder.location).name)
-        if options.dry_run:
-            for name, content in files.items():
-                if isinstance(content, bytes):
-                    size = len(content)
-                else:
-                    size = content.stat().st_size
-                say(f"{size / 1e6:10.3f} MB  {name}")
-            say(f"nothing was sent to {options.to}: leave out --dry-run to push these files")
-            return DONE
-        say(send(files, options.to, private=not options.public))
+        say(send(gathered(run), options.to, private=not options.public))
     return DONE

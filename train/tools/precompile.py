@@ -27,7 +27,7 @@ from train.storage.caches import place_graphs
 
 TOOL = "neuron_parallel_compile"
 # A run builds different graphs in its first step, in steps that log, in steps that do not, and in its evaluation, for
-# each of up to three batch lengths.
+# each of up to three batch lengths. A length that these steps do not need is compiled in the run.
 SHORT = (
     "max_steps=16",
     "max_examples=null",

@@ -175,31 +175,37 @@ def main(arguments: Sequence[str]) -> int:
     found: list[tuple[Namespace, Trained, Path | None]] = []
 
     def given(options: Namespace) -> cli.Given:
-        check(launched().world_size == 1, "predict runs in one process: start it without torchrun")
-        typed = typed_keys(options.settings)
-        output = check_output(options.output, typed.get("data.path", NO_FILE))
-        check(
-            ("data.path" in typed) != bool(texts_of(options)),
-            f"give data.path=FILE, or texts with {', '.join(map(flag, INPUTS))}",
-        )
-        trained = find_trained(options.model, options.settings)
+        trained, output, settings = find(options)
         found.append((options, trained, output))
-        task = task_of(trained, typed)
-        check(
-            bool(TASKS[task].inputs),
-            f"{options.model} is a model of task={task}, which has no head for predictions",
-        )
-        values = {
-            "data.path": NO_FILE,
-            "eval_batch_size": BATCH_SIZE,
-            "backend.precision": "fp32",
-        }
-        return settings_of(trained, typed, values, backend="ddp")
+        return settings
 
     def act(cfg: TrainConfig) -> int:
         return predict(cfg, *found[0])
 
     return cli.run(TrainConfig, act, parser, arguments=arguments, given=given)
+
+
+def find(options: Namespace) -> tuple[Trained, Path | None, cli.Given]:
+    """Return the model that the flags name, the file to write, and the settings with which to predict."""
+    check(launched().world_size == 1, "predict runs in one process: start it without torchrun")
+    typed = typed_keys(options.settings)
+    output = check_output(options.output, typed.get("data.path", NO_FILE))
+    check(
+        ("data.path" in typed) != bool(texts_of(options)),
+        f"give data.path=FILE, or texts with {', '.join(map(flag, INPUTS))}",
+    )
+    trained = find_trained(options.model, options.settings)
+    task = task_of(trained, typed)
+    check(
+        bool(TASKS[task].inputs),
+        f"{options.model} is a model of task={task}, which has no head for predictions",
+    )
+    values = {
+        "data.path": NO_FILE,
+        "eval_batch_size": BATCH_SIZE,
+        "backend.precision": "fp32",
+    }
+    return trained, output, settings_of(trained, typed, values, backend="ddp")
 
 
 def predict(cfg: TrainConfig, options: Namespace, trained: Trained, output: Path | None) -> int:

@@ -13,7 +13,6 @@ steps of a preparation and the files that they write:
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -203,22 +202,15 @@ def prepare_parts(
 
 @contextmanager
 def shown(what: str, total_bytes: int | None) -> Iterator[Report]:
-    """Show progress: a bar with MB/s and tokens/s on a terminal, log lines elsewhere."""
+    """Show progress: a bar with MB/s on a terminal, log lines elsewhere."""
     progress.begin(Phase(what, total_bytes, "bytes", has_bar=True))
     bar = tqdm(
         total=total_bytes, unit="B", unit_scale=True, desc=what, disable=None, mininterval=0.5
     )
-    tokens = 0
-    began = time.perf_counter()
 
-    def report(num_bytes: int, num_tokens: int) -> None:
-        nonlocal tokens
-        tokens += num_tokens
+    def report(num_bytes: int) -> None:
         bar.update(num_bytes)
         progress.advance(num_bytes)
-        if tokens:
-            tokens_per_s = tokens / (time.perf_counter() - began)
-            bar.set_postfix_str(f"{tokens_per_s:,.0f} tokens/s", refresh=False)
 
     with bar:
         yield report
@@ -337,7 +329,7 @@ def training_texts(cfg: PrepareConfig, corpus: Corpus, held_out: HeldOut) -> Ite
         for part in parts:
             for document in corpus.documents(part):
                 num_documents += 1
-                report(document.source_bytes, 0)
+                report(document.source_bytes)
                 is_drawn = text_uniform(document.text, cfg.seed)[1] < share
                 if is_drawn and held_out.split_of(document) == "train":
                     num_given += 1

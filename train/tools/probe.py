@@ -59,7 +59,7 @@ def ask_tool(*command: str, timeout_s: float = TIMEOUT_S) -> Answer:
 
 @dataclass(frozen=True)
 class Probe:
-    """The facts about a machine, and about the run that the user plans on it."""
+    """The facts about a machine."""
 
     ask: Callable[..., Answer] = ask_tool  # runs a tool, as in ask("neuron-ls", "-j")
     versions: Mapping[str, str] = field(default_factory=dict)  # version by installed package
@@ -68,8 +68,6 @@ class Probe:
     free_memory: int = 0  # bytes
     free_disk: Mapping[str, float] = field(default_factory=dict)  # bytes by folder
     instance: InstanceConfig = field(default_factory=InstanceConfig)
-    num_ranks: int | None = None
-    num_machines: int = 1
 
     @property
     def is_trainium(self) -> bool:

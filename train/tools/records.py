@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from train.config import RecordsConfig, TrainConfig, check, plural, shortlist
-from train.data.records.table_facts import cut_words, padding_share
 from train.machine.console import say
 from train.run import compose as cli
 from train.tasks import build_task
@@ -62,13 +61,13 @@ def show(cfg: TrainConfig) -> int:
 
     task = build_task(cfg)
     assert isinstance(cfg.data, RecordsConfig) and isinstance(task, TextTask)
-    for line in (*description(task.tables, task.lengths), *task.remarks):
+    for line in (*description(task.tables), task.summary(), *task.remarks):
         say(line)
     return cli.DONE
 
 
-def description(tables: Tables, lengths: Sequence[int]) -> Iterator[str]:
-    """Yield lines about the folder and each split. `lengths` are the numbers of tokens to which batches are padded."""
+def description(tables: Tables) -> Iterator[str]:
+    """Yield lines about the folder and each split."""
     kind, seq_len = tables.facts["kind"], tables.facts["settings"]["seq_len"]
     yield f"{tables.folder}: id {tables.id[:12]}, {kind}, at most {seq_len} tokens"
     for split, facts in tables.facts["splits"].items():
@@ -79,15 +78,9 @@ def description(tables: Tables, lengths: Sequence[int]) -> Iterator[str]:
             yield f"  classes   {shortlist(counts, SHOWN_CLASSES)}"
         quantiles = [f"{name} {n:,}" for name, n in facts["length_quantiles"].items()]
         yield f"  tokens    {', '.join(quantiles)}"
-        rows, tokens, notes = facts["rows"], facts["tokens"], facts["notes"]
-        cut = cut_words(rows=rows, tokens=tokens, notes=notes, seq_len=seq_len)
-        yield f"  cut       {cut or 'no rows'}"
-        for name, number in notes.items():
+        for name, number in facts["notes"].items():
             if name not in ("truncated", "tokens_cut"):
                 yield f"  {name.replace('_', ' ')}: {number:,.10g}"
-        share = padding_share(tables.lengths(split), lengths)
-        at_most = " or ".join(map(str, lengths))
-        yield f"  padding   {share:.1%} of batches padded to {at_most} tokens"
         if facts["bad_rows"] or facts["left_out"]:
             bad = plural(facts["bad_rows"], "bad row")
             yield f"  left out  {bad}, {facts['left_out']:,} by data.label_map"

@@ -14,6 +14,7 @@ from train.machine.console import say
 from train.observe.report import comparison
 from train.observe.report.page import render, table
 from train.observe.report.run import Run, read_run
+from train.observe.report.texts import aligned
 from train.run.command import DONE, add_s3_flags, command_parser, run_flags
 from train.storage.folders import is_s3, local_path, open_folder
 
@@ -62,9 +63,7 @@ def write_report(
     html = render(runs, folder.resolve(), failed=failed)
     seeds = comparison.over_seeds(runs)
     rows = seeds or [["", *(run.label for run in runs)], *table(runs)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    say(*aligned(rows))
     if len(runs) > 1:
         say("", *failed, *comparison.warnings(runs))
     say("", f"report: {html}")

@@ -7,11 +7,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-from tqdm import tqdm
 
 from train.config import S3Config, ShardsConfig, check
-from train.data.batches.masking import IGNORE_INDEX, Masker
-from train.data.shards.format import SPLITS, TOKENIZER_FILE, DataManifest, Shard, read_manifest
+from train.data.shards.format import SPLITS, TOKENIZER_FILE, DataManifest, read_manifest
 from train.data.shards.prepared import PreparedData
 from train.data.text.tokenizer import load_tokenizer
 from train.machine.console import say
@@ -19,7 +17,6 @@ from train.machine.memory import usable_cpus
 from train.run.command import DONE, EXITS, FAILED, add_s3_flags, command_parser, run_flags
 from train.storage.folders import open_folder, sha256_file
 
-MASK_RATE, MAX_NGRAM = 0.15, 3  # ALBERT's values, as in conf/task/mlm.yaml
 MOST_AT_ONCE = 8  # maximum number of shards that `verify` reads at the same time
 
 
@@ -35,20 +32,10 @@ def list_shards(location: str, manifest: DataManifest) -> Iterator[str]:
 
 def find_damage(data: PreparedData) -> list[str]:
     """Read the files that the manifest names, in parallel, and return their faults."""
-    shards = data.manifest.shards
-    with (
-        ThreadPoolExecutor(min(MOST_AT_ONCE, usable_cpus())) as pool,  # Hashing releases the GIL.
-        tqdm(
-            total=sum(shard.bytes for shard in shards), unit="B", unit_scale=True, disable=None
-        ) as bar,
-    ):
-
-        def examine(shard: Shard) -> str | None:
-            fault = data.fault(shard)
-            bar.update(shard.bytes)
-            return fault
-
-        faults = [fault for fault in pool.map(examine, shards) if fault is not None]
+    with ThreadPoolExecutor(min(MOST_AT_ONCE, usable_cpus())) as pool:  # Hashing releases the GIL.
+        faults = [
+            fault for fault in pool.map(data.fault, data.manifest.shards) if fault is not None
+        ]
     tokenizer = data.folder / TOKENIZER_FILE
     if not tokenizer.is_file() or sha256_file(tokenizer) != data.manifest.tokenizer.sha256:
         faults.append(f"{tokenizer} is not the tokenizer that made the shards")
@@ -56,32 +43,16 @@ def find_damage(data: PreparedData) -> list[str]:
 
 
 def show_rows(data: PreparedData, split: str, number: int) -> Iterator[str]:
-    """Yield the first sequences of a split as text, and as masked tokens, with the tokens to predict in <>."""
-    manifest, info = data.manifest, data.manifest.tokenizer
+    """Yield the first sequences of a split as text and as tokens."""
     tokenizer = load_tokenizer(str(data.folder / "tokenizer"))
-    masker = Masker(
-        seed=0,
-        mask_rate=MASK_RATE,
-        max_predictions=max(1, round(manifest.seq_len * MASK_RATE)),
-        max_ngram=MAX_NGRAM,
-        mask_id=info.mask_id,
-        special_ids=tuple(info.special_ids),
-        vocab_size=info.vocab_size,
-    )
     shards = data.split(split)
     rows = np.arange(min(number, len(shards)))
     last = np.searchsorted(shards.first_rows, len(rows))
     data.bring(shards.shards[:last])
-    tokens = shards.rows(rows).tokens
-    masked = masker(tokens, np.zeros_like(rows), rows)
-    for row in rows:
-        predicted = masked.positions[row][masked.labels[row] != IGNORE_INDEX]
-        pieces = tokenizer.convert_ids_to_tokens(masked.input_ids[row].tolist())
-        for position in predicted:
-            pieces[position] = f"<{pieces[position]}>"
+    for row, ids in zip(rows, shards.rows(rows).tokens.tolist(), strict=True):
         yield f"--- {split} {row}"
-        yield tokenizer.decode(tokens[row].tolist())
-        yield " ".join(pieces)
+        yield tokenizer.decode(ids)
+        yield " ".join(tokenizer.convert_ids_to_tokens(ids))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -95,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
         ),
         exits={**EXITS, FAILED: "verify found damage, or S3 did not answer"},
     )
-    what = "list files; compare checksums; show sequences as text and as masked tokens"
+    what = "list files; compare checksums; show sequences as text and as tokens"
     parser.add_argument("command", choices=("ls", "verify", "head"), help=what)
     parser.add_argument(
         "location",

@@ -1,16 +1,18 @@
-"""Batches of a few static lengths: the padded length of each example, and an order with one length per step.
+"""Batches of a few lengths: the padded length of each example, and batches in which few tokens are padding.
 
-Every global batch has examples of one bucket (examples padded to the same length), so all ranks run the same graph at
-every step. Rows that do not fill a batch of their bucket move up to the next longer bucket, so that an epoch leaves out
-no more rows than without buckets. The first batch of a run has the greatest length, so that a lack of device memory
-shows immediately. If there are few lengths, the first batches use all of them, so that every graph is compiled at the
-start. With many lengths, a run would begin with many batches in order of length, and short runs would learn less.
+The examples of a step are those of the plain order, so that a step sees short and long examples, and their labels, as
+they occur in the data. Only within the step, the examples are sorted by length and cut into micro batches, each padded
+to the shortest length that fits its longest example. All ranks take their examples of a micro batch from the same part
+of the sorted step, so that they pad it to the same length. Lengths and cut do not change what is learnt.
+
+The first micro batch of a run has the greatest length, so that a lack of device memory shows immediately.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -18,8 +20,7 @@ import numpy as np
 from train.data.shards.order import PADDING, EvalOrder, ShardSampler
 
 BUCKET_SHIFT = 48  # an item is bucket * 2**48 + epoch * rows + row
-# batches of each length at the start; they suffice to compile all graphs of that length
-FIRST_ROUNDS = 2
+TRIED_ROWS = 2**16  # rows whose padding decides how a step is cut
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,23 @@ class Buckets:
     lengths: tuple[int, ...]  # tokens, ascending
     train: np.ndarray  # [rows] uint8: the bucket of each example, an index into `lengths`
     evaluation: np.ndarray  # [rows] uint8
-    # True: a batch of the greatest length comes first; False: batches of all lengths do
-    is_mixed: bool = False
+
+    def best_cut(self, share: int, replicas: int, *, cost: int) -> int:
+        """Return how many micro batches of a step are fastest, if each takes the time of `cost` more tokens.
+
+        `share`: the examples of each of the `replicas` in a step.
+        """
+        batch = share * replicas
+        shape = (max(1, TRIED_ROWS // batch), batch)
+        drawn = np.random.default_rng(0).integers(len(self.train), size=shape)
+        steps = np.sort(self.train[drawn])
+        best, least = 1, np.inf
+        for cut in (number for number in range(1, share + 1) if share % number == 0):
+            longest = steps.reshape(-1, batch // cut).max(1)
+            tokens = cut * cost + share * np.take(self.lengths, longest).mean()
+            if tokens < least:
+                best, least = cut, tokens
+        return best
 
 
 def parts_of(items: np.ndarray) -> tuple[np.ndarray, int]:
@@ -41,53 +57,37 @@ def parts_of(items: np.ndarray) -> tuple[np.ndarray, int]:
     return plain, int(buckets[0]) if len(buckets) else 0
 
 
-class BucketEpochOrder:
-    """The order of one epoch: batches of rows, with each row's bucket."""
+class BucketSampler(ShardSampler):
+    """A ShardSampler over one shard whose micro batches have similar lengths. `bucket_of` [rows]: the buckets.
+
+    `together`: so many micro batches in a row share a bucket.
+    """
 
     def __init__(
-        self,
-        bucket_of: np.ndarray,
-        *,
-        seed: int,
-        epoch: int,
-        batch_size: int,
-        is_mixed: bool = False,
+        self, bucket_of: np.ndarray, *, rank: int, together: int = 1, **place: Any
     ) -> None:
-        shuffled = np.random.default_rng([seed, epoch]).permutation(len(bucket_of))
-        mine = bucket_of[shuffled]
-        batches: list[np.ndarray] = []  # [batches, batch_size] for each bucket
-        left = np.empty(0, np.int64)
-        for bucket in range(int(bucket_of.max()) + 1):
-            rows = np.concatenate([left, shuffled[mine == bucket]])
-            whole = len(rows) // batch_size * batch_size
-            batches.append(rows[:whole].reshape(-1, batch_size) + (bucket << BUCKET_SHIFT))
-            left = rows[whole:]
-        rounds = [*reversed(range(len(batches)))] * FIRST_ROUNDS
-        if is_mixed:
-            rounds = [max(bucket for bucket, of_length in enumerate(batches) if len(of_length))]
-        first = []
-        for bucket in rounds if epoch == 0 else ():
-            first.append(batches[bucket][:1])
-            batches[bucket] = batches[bucket][1:]
-        rest = np.concatenate(batches)
-        rest = rest[np.random.default_rng([seed, epoch, 0, 2]).permutation(len(rest))]
-        self.batches = np.concatenate([*first, rest])
+        super().__init__([len(bucket_of)], rank=rank, **place)
+        self.bucket_of, self.rank, self.together = bucket_of, rank, together
+        self.slots = np.arange(
+            self.global_batch_size
+        )  # a step is sorted before the ranks share it
 
-    def rows(self, first_step: int, last_step: int, slots: np.ndarray) -> np.ndarray:
-        """Return [steps, slots] int64 like EpochOrder.rows, but with each row's bucket."""
-        return self.batches[first_step:last_step, slots]
+    def micro_batches(self, size: int) -> Iterator[np.ndarray]:
+        batches = super().micro_batches(size)
+        if self.consumed_rows == 0:
+            longest = int(self.bucket_of.max()) << BUCKET_SHIFT
+            for batch in islice(batches, self.together):
+                yield parts_of(batch)[0] + longest
+        yield from batches
 
-
-class BucketSampler(ShardSampler):
-    """A ShardSampler over one shard. All rows of a global batch share a bucket. `bucket_of` [rows]: the buckets."""
-
-    def __init__(self, bucket_of: np.ndarray, *, is_mixed: bool = False, **place: Any) -> None:
-        super().__init__([len(bucket_of)], **place)
-        self.bucket_of, self.is_mixed = bucket_of, is_mixed
-
-    def epoch_order(self, epoch: int) -> BucketEpochOrder:  # type: ignore[override]  # it has the same method `rows`
-        how: Any = {"batch_size": self.global_batch_size, "is_mixed": self.is_mixed}
-        return BucketEpochOrder(self.bucket_of, seed=self.seed, epoch=epoch, **how)
+    def cut(self, steps: np.ndarray, size: int) -> np.ndarray:
+        buckets = self.bucket_of[steps % self.rows]
+        order = np.argsort(buckets, axis=1, kind="stable")
+        of_parts = (-1, size * self.together, self.world_size)
+        longest = np.take_along_axis(buckets, order, 1).reshape(of_parts).max((1, 2))
+        mine = np.take_along_axis(steps, order, 1).reshape(of_parts)[:, :, self.rank]
+        items = mine + (longest.astype(np.int64) << BUCKET_SHIFT)[:, None]
+        return items.reshape(-1, size)
 
 
 class BucketEvalOrder:

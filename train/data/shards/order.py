@@ -256,11 +256,13 @@ class ShardSampler:
             for first in range(start, self.steps, together):
                 last = min(first + together, self.steps)
                 rows = order.rows(first, last, self.slots) + epoch * self.rows
-                for mine in rows:  # one step each
-                    for low in range(0, len(mine), size):
-                        yield mine[low : low + size]
+                yield from self.cut(rows, size)
             epoch += 1
             start = 0
+
+    def cut(self, steps: np.ndarray, size: int) -> np.ndarray:
+        """Return this rank's micro batches [batches, size] of `steps` [steps, slots]."""
+        return steps.reshape(-1, size)
 
     def upcoming_shards(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the shards that this machine reads now, and those for the rest of this epoch and the next."""

@@ -36,8 +36,8 @@ STATE_NAMES = "part-"  # prefix of the files with the parts' states
 # A larger corpus is not read twice to measure it: random choice is precise enough.
 MOST_WEIGHED_CHARS = 64 * 2**20
 
-# Called with the bytes of text and the tokens processed since the previous call.
-Report = Callable[[int, int], None]
+# Called with the bytes of text processed since the previous call.
+Report = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -155,12 +155,12 @@ def prepare_part(
     """Write a part's shards and then its state. A finished part is left unchanged; another one starts over."""
     state = read_state(folder, part, recipe.identity)
     if state is not None:
-        report(state.done["source_bytes"], 0)
+        report(state.done["source_bytes"])
         return
     work = Preparation(recipe, folder, part)
     for chunk in encoded(corpus.documents(part), recipe.vocabulary):
         work.add(chunk)
-        report(sum(document.source_bytes for document in chunk.documents), len(chunk.tokens))
+        report(sum(document.source_bytes for document in chunk.documents))
     work.finish()
 
 

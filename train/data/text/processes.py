@@ -47,7 +47,7 @@ def prepare_in_processes(
     )
     try:
         for done in as_completed([pool.submit(prepare_here, part) for part in parts]):
-            report(*done.result())
+            report(done.result())
     except BrokenProcessPool:
         how = "a process was killed (out of memory?)"
         raise Failure(f"{how}; the same command resumes the preparation") from None
@@ -68,9 +68,9 @@ def begin(recipe: Recipe, parent: int, threads: int) -> None:
     WORK.append((recipe, folder, open_corpus(recipe.cfg.corpus)))
 
 
-def prepare_here(part: CorpusPart) -> tuple[int, int]:
-    """Prepare a part in this process. Returns the bytes of text and the tokens that it has read."""
+def prepare_here(part: CorpusPart) -> int:
+    """Prepare a part in this process. Returns the bytes of text that it has read."""
     recipe, folder, corpus = WORK[0]
-    reports: list[tuple[int, int]] = []
-    prepare_part(recipe, folder, corpus, part, lambda *counts: reports.append(counts))
-    return sum(num_bytes for num_bytes, _ in reports), sum(num_tokens for _, num_tokens in reports)
+    reports: list[int] = []
+    prepare_part(recipe, folder, corpus, part, reports.append)
+    return sum(reports)

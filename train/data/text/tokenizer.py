@@ -27,7 +27,7 @@ from train.machine.memory import available_bytes
 from train.storage.folders import Folder, scratch_folder, sha256_bytes
 from train.storage.foreign import check_folder
 from train.storage.hub_access import asking_hub, fetched, hub_or_path, is_at_hub, why_missing
-from train.storage.model_folder import models_below, read_model_json, read_tokenizer_json
+from train.storage.model_folder import read_model_json, read_tokenizer_json
 from train.storage.schema import Sha256, shown
 
 logger = logging.getLogger("train")
@@ -233,7 +233,7 @@ def read_tokenizer(source: str) -> Any:
             check_folder(folder)
             config = tokenizer_config(source, folder)
             has_pieces = any(path.is_file() for pattern in PIECES for path in folder.glob(pattern))
-            no_pieces = f"it has no tokenizer.json or vocabulary file{models_below(folder)}"
+            no_pieces = "it has no tokenizer.json or vocabulary file"
             check(has_pieces, f"tokenizer {source} cannot be loaded: {no_pieces}")
             tokenizer = AutoTokenizer.from_pretrained(
                 folder, config=config, local_files_only=True, trust_remote_code=False

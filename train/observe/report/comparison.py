@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean, stdev
 
 from train.config.checks import shortlist
-from train.observe.report.run import Run, ending, has_diverged, number, settled
+from train.observe.report.data import number
+from train.observe.report.run import Run, ending, has_diverged, settled
 from train.observe.report.texts import count
 
 SAME_EXAMPLES = 0.01  # a smaller relative difference is ignored: an epoch need not be a multiple of the batch size

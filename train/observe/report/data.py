@@ -1,19 +1,22 @@
-"""Readers and tables of data.json (labelled data) and evaluation.json (of the exported weights), which are optional."""
+"""Tables of data.json (labelled data) and evaluation.json (of the exported weights), which are optional.
+
+Values of the wrong type are left out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
 from train.config import InputError
 from train.config.checks import LARGEST_FLOAT
-from train.observe.report.texts import count, score, share
+from train.observe.report.texts import as_text, count, score, share
 from train.storage.folders import Folder
-from train.storage.schema import BadContent, of_type, read_json, record
+from train.storage.schema import BadContent, read_json
 
-ROWS = (  # rows of the table of splits: label and field of SplitFacts
+ROWS = (  # rows of the table of splits: label, and key in data.json
     ("Rows in the data", "examples"),
     ("Rows that the model sees", "rows"),
     ("Used by this run", "used_rows"),
@@ -21,61 +24,29 @@ ROWS = (  # rows of the table of splits: label and field of SplitFacts
     ("Left out by data.label_map", "left_out"),
 )
 # columns of the table of labels
-SCORES = {
-    "Precision": "precision",
-    "Recall": "recall",
-    "F1": "f1",
-}
-Numbers = dict[str, float]
-T = TypeVar("T")
+SCORES = {"Precision": "precision", "Recall": "recall", "F1": "f1"}
+Values = Mapping[str, Any]
 Table = list[list[str]]  # the first row is the header
 
 
 @dataclass(frozen=True)
-class SplitFacts:
-    """A prepared split, as training or evaluation uses it. None means unknown."""
-
-    name: str
-    rows: int | None = None  # rows that the model sees; for question answering, windows
-    used_rows: int | None = None  # rows that this run uses
-    examples: int | None = None  # rows of the data from which `rows` are made
-    bad_rows: int = 0  # rows left out because they are bad
-    left_out: int = 0  # rows left out by data.label_map
-    bad_examples: list[str] = field(default_factory=list)  # some bad rows: file, line and reason
-    label_counts: Numbers = field(default_factory=dict)
-    padding_share: float | None = None  # share of padding in all tokens
-    notes: Numbers = field(default_factory=dict)  # counts by name: truncated, cut questions, ...
-
-
-@dataclass(frozen=True)
-class Evaluated:
-    """The evaluation of a split."""
-
-    name: str
-    metrics: Numbers = field(default_factory=dict)  # includes related numbers, such as a threshold
-    labels: list[str] = field(default_factory=list)
-    # precision, recall, f1 and support by label
-    per_class: dict[str, Numbers] = field(default_factory=dict)
-    # numbers of examples [true, predicted]
-    confusion: list[list[float]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        sides = {len(self.labels), len(self.confusion), *map(len, self.confusion)}
-        if self.confusion and len(sides) != 1:
-            raise BadContent(
-                f"the confusion matrix does not have {len(self.labels)} rows and columns, one per label"
-            )
-        if any(value < 0 for row in self.confusion for value in row):
-            raise BadContent("the confusion matrix has a negative number of examples")
-
-
-@dataclass(frozen=True)
 class Records:
-    labels: list[str] = field(default_factory=list)
-    splits: list[SplitFacts] = field(default_factory=list)
-    note: str = ""  # a sentence about an architecture that reads padding
-    step: int | None = None  # step of the evaluation
-    evaluated: list[Evaluated] = field(default_factory=list)
+    data: Values = field(default_factory=dict)
+    evaluation: Values = field(default_factory=dict)
+
+    @property
+    def labels(self) -> list[str]:
+        return texts(self.data, "labels")
+
+    @property
+    def note(self) -> str:
+        """A sentence about an architecture that reads padding."""
+        return as_text(self.data.get("note", ""))
+
+    @property
+    def step(self) -> float | None:
+        """The step of the evaluation."""
+        return number(self.evaluation, "step")
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------
@@ -104,55 +75,46 @@ def read_mapping(folder: Folder, name: str, parse: Callable[[bytes], Any]) -> di
 
 def read_records(folder: Folder) -> Records | None:
     """Read data.json and evaluation.json; None if the folder has neither. Raises InputError if one is damaged."""
-    data = read_mapping(folder, "data.json", parse)
-    evaluation = read_mapping(folder, "evaluation.json", parse)
+    data = read_mapping(folder, "data.json", read_json)
+    evaluation = read_mapping(folder, "evaluation.json", read_json)
     if not data and not evaluation:
         return None
-    with reading(folder, "data.json"):
-        records = Records(
-            labels=of_type(list[str], data.get("labels", []), "labels"),
-            note=of_type(str, data.get("note", ""), "note"),
-            splits=splits_of(data, SplitFacts),
-        )
-    with reading(folder, "evaluation.json"):
-        splits = of_type(dict[str, dict[str, Any]], evaluation.get("splits", {}), "splits")
-        for (
-            split
-        ) in splits.values():  # related numbers, such as a threshold, are listed as metrics
-            metrics = of_type(dict[str, Any], split.get("metrics", {}), "metrics")
-            others = {key: value for key, value in split.items() if type(value) in (int, float)}
-            split["metrics"] = metrics | others
-        step = of_type(int | None, evaluation.get("step"), "step")
-        return replace(records, step=step, evaluated=splits_of({"splits": splits}, Evaluated))
+    return Records(data, evaluation)
 
 
-def splits_of(content: dict[str, Any], kind: type[T]) -> list[T]:
-    """Return the splits as `kind`: train and validation first, then the others by name. Unknown keys are ignored."""
-    splits = of_type(dict[str, dict[str, Any]], content.get("splits", {}), "splits")
-    wanted = {item.name for item in fields(kind)}  # type: ignore[arg-type]
-    result = []
-    for name in sorted(splits, key=lambda name: (name != "train", name != "validation", name)):
-        values = {key: value for key, value in splits[name].items() if key in wanted}
-        result.append(record(kind, values | {"name": name}, f"splits.{name}"))
-    return result
+def number(values: Values, key: str) -> float | None:
+    """Return the value of a key if it is a finite number, else None."""
+    value = values.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value if abs(value) < LARGEST_FLOAT else None
 
 
-def parse(content: bytes) -> Any:
-    """Parse the JSON of a file, leaving out unknown values: null, infinity, and NaN, which a diverged run writes."""
-    return without_unknown(read_json(content))
+def numbers(values: Values) -> dict[str, float]:
+    """Return the finite numbers among the values."""
+    found = {key: number(values, key) for key in values}
+    return {key: value for key, value in found.items() if value is not None}
 
 
-def without_unknown(value: Any) -> Any:
-    if isinstance(value, dict):
-        known = {key: item for key, item in value.items() if not is_unknown(item)}
-        return {key: without_unknown(item) for key, item in known.items()}
-    if isinstance(value, list):
-        return [without_unknown(item) for item in value]
-    return value
+def mapping(values: Values, key: str) -> dict[str, Any]:
+    found = values.get(key)
+    if isinstance(found, dict):
+        return found
+    return {}
 
 
-def is_unknown(value: object) -> bool:
-    return value is None or (isinstance(value, float) and not abs(value) < LARGEST_FLOAT)
+def texts(values: Values, key: str) -> list[str]:
+    found = values.get(key)
+    if isinstance(found, list):
+        return [as_text(each) for each in found]
+    return []
+
+
+def splits_of(content: Values) -> dict[str, dict[str, Any]]:
+    """Return the splits in a file: train and validation first, then the others by name."""
+    splits = mapping(content, "splits")
+    names = sorted(splits, key=lambda name: (name != "train", name != "validation", name))
+    return {name: mapping(splits, name) for name in names}
 
 
 # ---- tables --------------------------------------------------------------------------------------------------------
@@ -170,23 +132,23 @@ def table_of(corner: str, columns: dict[str, dict[str, str]], missing: str = "un
 def splits_table(records: Records) -> Table:
     """Return a table with a column per split: the numbers of rows used, left out or cut, and the share of padding."""
     columns = {}
-    for split in records.splits:
-        column = {label: count(getattr(split, key)) for label, key in ROWS}
-        for note, value in split.notes.items():
+    for name, split in splits_of(records.data).items():
+        column = {label: count(number(split, key)) for label, key in ROWS}
+        for note, value in numbers(mapping(split, "notes")).items():
             column[note.replace("_", " ").capitalize()] = count(value)
-        column["Padding (share of all tokens)"] = share(split.padding_share)
-        columns[split.name] = column
+        column["Padding (share of all tokens, at least)"] = share(number(split, "padding_share"))
+        columns[name] = column
     return table_of("", columns)
 
 
 def labels_table(records: Records) -> Table:
     """Return a table with a row per label: its count in each split, and its share of the split's labels."""
     columns = {}
-    for split in records.splits:
-        counts = dict.fromkeys(records.labels, 0.0) | split.label_counts
+    for name, split in splits_of(records.data).items():
+        counts = dict.fromkeys(records.labels, 0.0) | numbers(mapping(split, "label_counts"))
         total = sum(counts.values())
         if total:
-            columns[split.name] = {
+            columns[name] = {
                 label: f"{count(value)} ({share(value / total)})"
                 for label, value in counts.items()
             }
@@ -194,33 +156,32 @@ def labels_table(records: Records) -> Table:
 
 
 def metrics_table(records: Records) -> Table:
-    """Return a table of an evaluation with a row per metric and a column per split."""
+    """Return a table of an evaluation with a row per metric, or related number, and a column per split."""
     columns = {}
-    for split in records.evaluated:
-        columns[split.name] = {
-            name.replace("_", " "): score(value) for name, value in split.metrics.items()
-        }
+    for name, split in splits_of(records.evaluation).items():
+        found = numbers(mapping(split, "metrics")) | numbers(split)
+        columns[name] = {key.replace("_", " "): score(value) for key, value in found.items()}
     return table_of("", columns)
 
 
-def classes_table(evaluated: Evaluated) -> Table:
+def classes_table(split: Values) -> Table:
     """Return a table with a row per label: precision, recall, F1 and the number of examples with the label."""
-    known: dict[str, Numbers] = {}
-    for label in [*evaluated.labels, *evaluated.per_class]:
-        if label in evaluated.per_class:
-            known[label] = evaluated.per_class[label]
-    columns = {}
-    for title, name in SCORES.items():
-        columns[title] = {label: score(values.get(name)) for label, values in known.items()}
-    columns["Support"] = {label: count(values.get("support")) for label, values in known.items()}
+    known = mapping(split, "per_class")
+    columns: dict[str, dict[str, str]] = {title: {} for title in (*SCORES, "Support")}
+    for label in known:
+        values = mapping(known, label)
+        for title, key in SCORES.items():
+            columns[title][label] = score(number(values, key))
+        columns["Support"][label] = count(number(values, "support"))
     return table_of("Label", columns)
 
 
-def confusion_table(evaluated: Evaluated) -> Table:
+def confusion_table(split: Values) -> Table:
     """Return the confusion matrix: a row per true label, a column per predicted one; [] without a matrix."""
-    if not evaluated.confusion:
+    labels, rows = texts(split, "labels"), split.get("confusion")
+    if not rows or not isinstance(rows, list) or len(rows) != len(labels):
         return []
-    rows = []
-    for label, numbers in zip(evaluated.labels, evaluated.confusion, strict=True):
-        rows.append([label, *map(count, numbers)])
-    return [["true, by predicted", *evaluated.labels], *rows]
+    table = [["true, by predicted", *labels]]
+    for label, row in zip(labels, rows, strict=True):
+        table.append([label, *map(as_text, row if isinstance(row, list) else [])])
+    return table

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from train.observe.report.run import Run, Table, known, number
+from train.observe.report.data import number
+from train.observe.report.run import Run, Table, known
 from train.observe.report.texts import shortened
 
 if TYPE_CHECKING:

@@ -16,11 +16,14 @@ from train.observe.report.data import (
     confusion_table,
     labels_table,
     metrics_table,
+    number,
     reading,
+    splits_of,
     splits_table,
+    texts,
 )
 from train.observe.report.figures import WIDTH, curves, look, x_axis
-from train.observe.report.run import Run, ending, main_score, number, settled, tell_apart
+from train.observe.report.run import Run, ending, main_score, settled, tell_apart
 from train.observe.report.texts import as_text, at_step, count, duration, figure, printable
 from train.run_folder import samples
 from train.storage.folders import LocalFolder
@@ -154,7 +157,10 @@ def cards(run: Run) -> list[Card]:
 
 def describe(run: Run, index: int) -> dict[str, Any]:
     """Return the values that the template shows for one run."""
-    splits = run.records.splits if run.records else []
+    records = run.records or Records()
+    bad_rows = {
+        name: texts(split, "bad_examples") for name, split in splits_of(records.data).items()
+    }
     faults = run.of_kind("fault").tail(MOST_FAULTS)
     return {
         "label": run.label,
@@ -167,9 +173,7 @@ def describe(run: Run, index: int) -> dict[str, Any]:
                 (f"step {step:,.0f}", reason)
                 for step, reason in zip(faults.step, faults.reason, strict=True)
             ],
-            "Bad rows, left out": [
-                (each.name, text) for each in splits for text in each.bad_examples
-            ],
+            "Bad rows, left out": [(name, text) for name in bad_rows for text in bad_rows[name]],
             "Configuration": [(key, as_text(value)) for key, value in run.config.items()],
             "Environment": [(key, as_text(value)) for key, value in run.environment.items()],
         },
@@ -180,11 +184,11 @@ def sections(records: Records) -> dict[str, list[tuple[str, Table]]]:
     """Return tables with their captions, by title: of the data and of an evaluation. A table may be empty."""
     step = ""
     if records.step is not None:
-        step = f" at step {records.step:,}"
+        step = f" at step {count(records.step)}"
     evaluation = [("", metrics_table(records))]
-    for split in records.evaluated:
-        evaluation.append((f"Labels of {split.name}", classes_table(split)))
-        evaluation.append((f"Confusion of {split.name}", confusion_table(split)))
+    for name, split in splits_of(records.evaluation).items():
+        evaluation.append((f"Labels of {name}", classes_table(split)))
+        evaluation.append((f"Confusion of {name}", confusion_table(split)))
     return {
         "Data": [("", splits_table(records)), ("", labels_table(records))],
         f"Evaluation{step}": evaluation,

@@ -18,9 +18,8 @@ from typing import Any
 import pandas
 
 from train.config import InputError, check, flatten
-from train.config.checks import LARGEST_FLOAT
 from train.observe.lines import Line, read_back
-from train.observe.report.data import Records, read_mapping, read_records
+from train.observe.report.data import Records, number, read_mapping, read_records
 from train.observe.report.texts import as_text, printable, shortened
 from train.run_folder.exported import marked
 from train.run_folder.metrics_files import NAME, files_of
@@ -191,14 +190,6 @@ def tell_apart(runs: list[Run]) -> None:
 
 
 # ---- values --------------------------------------------------------------------------------------------------------
-
-
-def number(values: Mapping[str, Any], key: str) -> float | None:
-    """Return the value of a key if it is a finite number, else None."""
-    value = values.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return value if abs(value) < LARGEST_FLOAT else None
 
 
 def known(value: float) -> float | None:

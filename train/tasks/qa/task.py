@@ -34,8 +34,15 @@ N_BEST = 20
 
 
 def losses_of(logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-    """Return losses [B] for logits [B, S, 2]: the mean cross entropy of start and end, 0 for padding windows."""
-    start, end = logits.float().unbind(-1)
+    """Return losses [B] for logits [B, S, 2]: the mean cross entropy of start and end, 0 for padding windows.
+
+    Padding cannot be an answer, so that the loss of a row does not depend on the length of its batch.
+    """
+    logits = logits.float()
+    if "attention_mask" in inputs:  # else there is no padding
+        is_padding = inputs["attention_mask"] == 0
+        logits = logits.masked_fill(is_padding[..., None], spans.LOWEST)
+    start, end = logits.unbind(-1)
     pairs = ((start, inputs["start"]), (end, inputs["end"]))
     losses = [
         F.cross_entropy(logits, target, ignore_index=IGNORE_INDEX, reduction="none")

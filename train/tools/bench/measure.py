@@ -18,11 +18,10 @@ from train.config import Failure, HubConfig, InputError, TelemetryConfig, TrainC
 from train.config.attempt import BestConfig
 from train.config.train import EarlyStopConfig
 from train.entry import leave_at_once
-from train.machine import host
 from train.machine.console import say
 from train.machine.environment import environment
 from train.machine.launched import launched
-from train.machine.memory import own_peak_bytes, total_memory_bytes
+from train.machine.memory import own_peak_bytes
 from train.observe.metrics import Recorder
 from train.parallel.backend import peak_device_bytes
 from train.parallel.backends import Backend
@@ -33,7 +32,7 @@ from train.run.stopping import StoppedEarly, StopRequest
 from train.storage.atomic_io import write_atomic
 from train.storage.folders import local_path
 from train.tools.bench.config import BenchConfig
-from train.tools.bench.speeds import Peak, TimedSteps, speeds, table, usd_per_million
+from train.tools.bench.speeds import Peak, TimedSteps, speeds, table
 
 logger = logging.getLogger("train")
 MEASURED = "measured"  # the reason why the run stops
@@ -155,43 +154,26 @@ class Meter:
         backend = recorder.backend
         world = recorder.world
         plan = recorder.plan
-        instance = recorder.cfg.instance
         graphs = backend.graphs()
         on_hosts = world.all_gather_object(own_peak_bytes())
         on_devices = [peak for peak in world.all_gather_object(peak_device_bytes()) if peak]
-        weights = recorder.engine.model.parameters()
-        result = speeds(self.windows, peak=peak(recorder))
         self.result = {
             "kind": "bench",
-            **result,
+            **speeds(self.windows, peak=peak(recorder)),
             "compile_s": graphs.compile_s,
             "graphs": graphs.compiled,
             "peak_process_bytes": max(on_hosts),
             "peak_device_bytes": max(on_devices, default=None),
-            "usd_per_million_sequences": usd_per_million(
-                instance,
-                machines=world.num_machines,
-                batch_size=plan.global_batch_size,
-                step_s=result["step_s"]["median"],
-            ),
-            "usd_per_hour": instance.usd_per_hour,
             "global_batch_size": plan.global_batch_size,
             "micro_batch_size": plan.micro_batch_size,
             "accumulation": plan.accumulation,
             "world_size": world.size,
             "replicas": plan.replicas,
-            "machines": world.num_machines,
-            "timed_steps": sum(each.steps for each in self.windows),
-            "untimed_steps": self.cfg.untimed,
-            "windows": len(self.windows),
-            "parameters": sum(weight.numel() for weight in weights if weight.requires_grad),
             "backend": backend.name,
             "device": backend.device_name,
             "precision": backend.precision,
             "threads": torch.get_num_threads(),
-            "memory_bytes": total_memory_bytes(),
-            "instance": instance.name,
-            "instance_type": host.instance_type() or None,
+            "instance": recorder.cfg.instance.name,
             **environment(),
         }
 

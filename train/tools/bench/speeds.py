@@ -1,4 +1,4 @@
-"""The figures of a measurement: speeds, MFU, waits, memory and cost. This module does not import torch."""
+"""The figures of a measurement: speeds, MFU, waits and memory. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from train.config import InstanceConfig, plural
+from train.config import plural
 
 GIB = 2**30
 
@@ -56,15 +56,6 @@ def speeds(windows: Sequence[TimedSteps], *, peak: Peak) -> dict[str, Any]:
     }
 
 
-def usd_per_million(
-    instance: InstanceConfig, *, machines: int, batch_size: int, step_s: float
-) -> float | None:
-    """Return the on-demand price in dollars of the steps for a million sequences; None if unknown."""
-    if instance.usd_per_hour is None:
-        return None
-    return instance.usd_per_hour / 3600 * machines * step_s * 1e6 / batch_size
-
-
 def table(result: dict[str, Any]) -> str:
     threads = plural(result["threads"], "thread")
     parts = f"{result['micro_batch_size']} x {result['accumulation']} x {result['replicas']}"
@@ -78,7 +69,6 @@ def table(result: dict[str, Any]) -> str:
         "data wait": f"{result['data_wait_share']:.1%} of the time",
         "compiling": f"{result['compile_s']:.1f} s, {result['graphs']} graphs",
         "memory": f"{result['peak_process_bytes'] / GIB:.2f} GiB of host memory in the largest rank",
-        "cost": f"unknown: instance={result['instance']} has no price",
     }
     if result["mfu"] is not None:
         peak = f"{result['peak_flops_per_s'] / 1e12:.3g} TFLOP/s ({result['peak_source']})"
@@ -88,8 +78,6 @@ def table(result: dict[str, Any]) -> str:
         rows["compiling"] += f"; {late_s:.1f} s in timed steps, not counted: raise warmup"
     if result["peak_device_bytes"] is not None:
         rows["memory"] += f", {result['peak_device_bytes'] / GIB:.2f} GiB of device memory"
-    if result["usd_per_million_sequences"] is not None:
-        rows["cost"] = f"${result['usd_per_million_sequences']:,.2f} per million sequences"
     return "\n".join(f"{head:11}{text}" for head, text in rows.items())
 
 
