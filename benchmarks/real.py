@@ -242,7 +242,6 @@ def train(
             f"seq_len={SEQ_LEN}",
         ]
         words += [
-            "model=pretrained",
             f"model.pretrained={begin}",
             "optim=finetune",
             f"optim.lr={spec.lr}",

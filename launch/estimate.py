@@ -176,7 +176,7 @@ def speed(cfg: TrainConfig) -> tuple[float | None, str]:
 def note_of_open_time(cfg: TrainConfig, seq_len: int | None) -> str:
     if seq_len is None:
         return "the time and the price are open: the length of the sequences is unknown; set seq_len after --"
-    name = cfg.model.init_from or cfg.model.pretrained or cfg.model.architecture
+    name = cfg.model.pretrained or cfg.model.architecture
     return f"the time is not estimated: no formula for {name} and task={cfg.task.kind}"
 
 

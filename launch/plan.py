@@ -28,7 +28,7 @@ from train.storage.schema import FileName, Sha256
 # the start of a path, in settings that may be any text
 PATH = re.compile(r"(/|~|\.\.?/|file:)[^\n]")
 # Settings that name a place in S3, at the Hub or in a folder.
-PLACES = ("data.path", "model.pretrained", "model.init_from", "model.tokenizer")
+PLACES = ("data.path", "model.pretrained", "model.tokenizer")
 OF_MACHINE = ("run_dir", "data.cache_dir")  # folders that each machine makes
 
 

@@ -15,8 +15,7 @@ CONFIG = {
     "seed": 3,
     "task": {"kind": "classify", "label_smoothing": 0.1, "class_weights": None},
     "model": {
-        "pretrained": None,
-        "init_from": "/home/jane/runs/pretrained",
+        "pretrained": "/home/jane/runs/pretrained",
         "architecture": "albert",
     },
     "data": {

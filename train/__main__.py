@@ -20,6 +20,10 @@ COMMANDS = {
         "train.entry",
         "train a model; on N ranks: torchrun --nproc-per-node=N -m train ...",
     ),
+    "finetune": (
+        "train.tools.finetune",
+        "fine-tune a published model on a file of labelled rows, with one command",
+    ),
     "prepare": ("train.tools.prepare", "turn a corpus into shards for pretraining"),
     "records": ("train.tools.records", "describe labelled examples: classes, lengths, bad rows"),
     "shards": ("train.tools.shards", "show or verify prepared shards"),
@@ -46,7 +50,7 @@ COMMANDS = {
     ),
 }
 
-ON_RANKS = ("train", "bench", "evaluate")  # torchrun may start these
+ON_RANKS = ("train", "finetune", "bench", "evaluate")  # torchrun may start these
 
 
 def main(arguments: list[str] | None = None) -> int:

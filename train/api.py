@@ -26,12 +26,14 @@ import yaml
 
 from train.config import Failure, InputError, S3Config, check
 from train.machine import processes
+from train.machine.host import cache_root
 from train.machine.torchrun import REJECTION
 from train.observe.lines import read_lines
 from train.run.command import DONE, REJECTED
-from train.run.names import quoted
+from train.run.names import as_typed, quoted
 from train.run_folder.outcome import read_outcome
-from train.storage.folders import open_folder
+from train.storage.atomic_io import write_atomic
+from train.storage.folders import make_folder, open_folder, sha256_bytes
 from train.storage.imported import FLAG
 
 if TYPE_CHECKING:
@@ -44,7 +46,17 @@ FILES = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".conll", ".gz")
 # at most this many of the last output lines are kept, to find the reason for a failure
 LINES = 1000
 
-__all__ = ["Failure", "InputError", "Result", "evaluate", "predict", "prepare", "train"]
+__all__ = [
+    "Failure",
+    "InputError",
+    "Result",
+    "evaluate",
+    "finetune",
+    "predict",
+    "prepare",
+    "report",
+    "train",
+]
 
 
 @dataclass(frozen=True)
@@ -59,18 +71,73 @@ class Result:
     scores: dict[str, float]
     export: str | None  # a folder for from_pretrained; None if nothing was exported
 
+    def predict(self, rows: Any, **options: Any) -> list[dict[str, Any]]:
+        """Return the model's prediction for each row; see `predict`."""
+        return predict(self.run_dir, rows, **options)
+
 
 def train(settings: Sequence[str], *, ranks: int = 1, imports: Sequence[str] = ()) -> Result:
     """Train or resume a run as `baretrain train` does with these settings, under torchrun if `ranks` is above 1.
 
     A KeyboardInterrupt makes the run save and stop, and is then raised again. `imports` are files for --import.
     """
-    arguments = [*flags(imports), *values(settings)]
-    cfg = composed("train", arguments)
+    return ended_run("train", [*flags(imports), *values(settings)], ranks)
+
+
+def finetune(
+    data: Any,
+    *,
+    model: str,
+    run_dir: str,
+    ranks: int = 1,
+    imports: Sequence[str] = (),
+    **settings: Any,
+) -> Result:
+    """Fine-tune a model on labelled rows as `baretrain finetune` does: it finds the task and the columns.
+
+    `data` is a file, a folder, an S3 URL or the Hub id of a data set, or rows: a data frame, a data set, or a list of
+    mappings from column names to values. Rows are kept in the cache, under a name made from their content. `settings`
+    are those of a run, such as max_epochs=5 or **{"optim.lr": 3e-5}.
+    """
+    if isinstance(data, str | Path):
+        location = str(data)
+    else:
+        location = str(kept(data))
+    given = [f"{key}={as_typed(value)}" for key, value in settings.items()]
+    # Flag and value are one argument, since a value may begin with a dash.
+    places = [f"--model={model}", f"--output={run_dir}"]
+    return ended_run("finetune", [*flags(imports), *values([location, *given]), *places], ranks)
+
+
+def kept(rows: Any) -> Path:
+    """Write rows into the cache as JSON lines, and return the path."""
+    lines = lines_of(rows)
+    check(bool(lines), "data has no rows")
+    number = next((n for n, line in enumerate(lines, 1) if isinstance(line, str)), None)
+    check(number is None, f"row {number} is a text without a label: {KINDS}")
+    text = "".join(f"{json_line(line)}\n" for line in lines if isinstance(line, Mapping))
+    folder = make_folder(cache_root() / "rows")
+    path = folder / f"{sha256_bytes(text.encode())[:16]}.jsonl"
+    write_atomic(path, text.encode())
+    return path
+
+
+def report(*runs: str, output: str | None = None) -> Path:
+    """Write the report on runs, of which the others are compared with the first, and return the path of its page."""
+    arguments = values(runs)
+    if output is not None:
+        arguments.append(f"--output={output}")
+    said = done("report", arguments)
+    return Path(said.removeprefix("report: "))
+
+
+def ended_run(command: str, arguments: list[str], ranks: int) -> Result:
+    """Run a command that trains to its end, and return the run."""
+    cfg = composed(command, arguments)
     location = str(cfg["run_dir"])
     folder = open_folder(location, S3Config(**cfg["s3"]))
     before = read_outcome(folder)
-    code, said = call("train", arguments, ranks=ranks)
+    code, said = call(command, arguments, ranks=ranks)
     now = read_outcome(folder)
     # torchrun's exit code is the same for a stop and a failure
     ended = now if now != before else {}
@@ -85,10 +152,9 @@ def train(settings: Sequence[str], *, ranks: int = 1, imports: Sequence[str] = (
         for line in read_lines(folder)
         if line["kind"] == "eval"
     ]
+    export = None
     if folder.names("export/"):
         export = f"{location.rstrip('/')}/export"
-    else:
-        export = None
     scores = {}
     if evaluations:
         from train.observe.report.run import read_run  # imported late: it imports pandas
@@ -262,11 +328,12 @@ def composed(command: str, arguments: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
-def done(command: str, arguments: Sequence[str], *, ranks: int = 1) -> None:
-    """Run a command to its end. Raises Failure if it fails."""
+def done(command: str, arguments: Sequence[str], *, ranks: int = 1) -> str:
+    """Run a command to its end, and return its last line. Raises Failure if it fails."""
     code, said = call(command, arguments, ranks=ranks)
     if code != DONE:
         raise Failure(said)
+    return said
 
 
 def call(command: str, arguments: Sequence[str], *, ranks: int) -> tuple[int, str]:

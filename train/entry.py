@@ -16,6 +16,7 @@ from train.machine.launched import launched
 from train.machine.runtime import search_rarely
 from train.machine.torchrun import end_torchrun, first_to
 from train.run import compose as cli
+from train.run.early import check_early
 from train.run.stopping import StoppedEarly, StopRequest
 from train.run_folder.outcome import ENDS, may_continue, read_outcome, what_is_over
 from train.run_folder.run_folder import RunFolder
@@ -40,7 +41,6 @@ USED = (
     "checkpoint.every",
     "checkpoint.keep",
     "model.pretrained",
-    "model.init_from",
     "backend.device",
     "backend.precision",
     "data.num_workers",
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
         examples=(
             "experiment=demo data.path=data/mine run_dir=runs/mine max_steps=5000",
             "torchrun --standalone --nproc-per-node=8 -m train experiment=albert_pretrain data.path=s3://bucket/mine",
-            "experiment=tweets_trainium data.path=tweets.csv model.init_from=runs/mine run_dir=runs/tweets",
+            "experiment=tweets_trainium data.path=tweets.csv model.pretrained=runs/mine run_dir=runs/tweets",
         ),
         keys=USED,
     )
@@ -77,9 +77,10 @@ def attempt(cfg: TrainConfig) -> int:
         if over:
             return not_again(over)
     if launch.rank == 0:
+        check_early(cfg, launch.world_size)
         ranks = plural(launch.world_size, "rank")
         # Importing torch takes several seconds.
-        say(f"starting {cfg.run_dir}: {ranks}", file=sys.stderr)
+        say(f"starting {cfg.run_dir}: {ranks}", *how_it_learns(cfg), file=sys.stderr)
     rank_setup.prepare(launch, forks=cfg.data.num_workers > 0)
     search_rarely()  # garbage is collected rarely until `loop.run` has imported the task
     # Without this variable, transformers imports accelerate, if installed, which imports torch_xla. That wastes two
@@ -146,6 +147,17 @@ def code_of_end(cfg: TrainConfig, reason: str, step: int) -> int:
         text += "; after a signal, torchrun ends with a traceback"
         logger.info(text, cli.STOPPED)
     return cli.STOPPED
+
+
+def how_it_learns(cfg: TrainConfig) -> list[str]:
+    """Return what a run from other weights does with them, since nobody may have typed it."""
+    if cfg.model.pretrained is None:
+        return []
+    lengths = {"epochs": cfg.max_epochs, "steps": cfg.max_steps, "sequences": cfg.max_examples}
+    length = " or ".join(f"{value:g} {unit}" for unit, value in lengths.items() if value)
+    batch = cfg.global_batch_size or f"{cfg.micro_batch_size} per rank"
+    says = f"batches of {batch}, learning rate {cfg.optim.lr:g}, weight decay {cfg.optim.weight_decay:g}"
+    return [f"from the weights of {cfg.model.pretrained}: {length}, {says}"]
 
 
 def leave_at_once(code: int) -> NoReturn:

@@ -95,15 +95,15 @@ def test_every_experiment_composes():
     [
         (
             "experiment=demo_tweets model.pretrained=a",
-            {"model.pretrained": "a", "model.init_from": None},
+            {"model.pretrained": "a"},
         ),
         (
             "experiment=demo_tweets model=albert_base",
-            {"model.init_from": None, "model.hidden_size": 768},
+            {"model.pretrained": None, "model.hidden_size": 768},
         ),
         (
-            "experiment=squad_albert model.init_from=a",
-            {"model.pretrained": None, "model.init_from": "a"},
+            "experiment=squad_albert model.pretrained=a",
+            {"model.pretrained": "a"},
         ),
         ("experiment=squad_albert model.architecture=bert", {"model.pretrained": None}),
         (
@@ -119,8 +119,8 @@ def test_every_experiment_composes():
         ("experiment=squad_albert data.validation_fraction=0.2", {"data.validation": None}),
         ("experiment=demo optim=albert_v1 optim.lr=0.5", {"optim.lr": 0.5, "optim.eps": 1e-6}),
         (
-            "experiment=demo_tweets model.init_from=null model.tokenizer=a",
-            {"model.init_from": None},
+            "experiment=demo_tweets model.pretrained=null model.tokenizer=a",
+            {"model.pretrained": None},
         ),
     ],
 )
@@ -135,7 +135,6 @@ def test_what_the_user_types_wins_over_a_recipe_that_chooses_the_same_thing_by_a
 @pytest.mark.parametrize(
     ("schema", "pair"),
     [
-        (TrainConfig, ["model.init_from=a", "model.pretrained=b"]),
         (TrainConfig, ["model.architecture=bert", "model.pretrained=b"]),
         (TrainConfig, ["optim.warmup_fraction=0.1", "optim.warmup_steps=5"]),
         (

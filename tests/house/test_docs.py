@@ -58,7 +58,9 @@ LANGUAGES = {"bash", "python", "text", "yaml", "json", "csv"}
 PLACEHOLDERS = re.compile(r"\b(RUN|DATA|MODEL|FOLDER|ADDRESS)\b|\.\.\.")
 FENCE = re.compile(r"^(?: *<!-- needs: ([^\n]*) -->\n)? *```([^\n]*)\n(.*?)^ *```$", re.S | re.M)
 COMMAND = re.compile(r"(?:[A-Z_]+=\S* )*(?:baretrain [a-z]+ \S|torchrun \S.* -m train \S)")
-SCHEMAS: dict[str, type] = dict.fromkeys(("train", "records", "doctor", "evaluate"), TrainConfig)
+SCHEMAS: dict[str, type] = dict.fromkeys(
+    ("train", "finetune", "records", "doctor", "evaluate", "predict"), TrainConfig
+)
 SCHEMAS |= {
     "prepare": PrepareConfig,
     "bench": BenchConfig,
@@ -83,13 +85,14 @@ SHORT = {
 }
 # What a run must have, for commands of which the page says only what is special.
 REQUIRED = {
-    "train": "run_dir=runs/any data.path=any model.init_from=any max_steps=2 micro_batch_size=1".split()
+    "train": "run_dir=runs/any data.path=any model.pretrained=any max_steps=2 micro_batch_size=1".split()
 }
 REQUIRED |= dict.fromkeys(
-    ("bench", "compare", "doctor", "evaluate"),
+    ("finetune", "bench", "compare", "doctor", "evaluate", "predict"),
     REQUIRED["train"],
 )
 REQUIRED["prepare"] = []
+SHORT["finetune"] = SHORT["train"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 ENVIRONMENT["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 

@@ -120,8 +120,8 @@ LOCAL = (
     ["data.path=/data/albert"],
     ["data.path=data/albert"],
     ["data.path=file:///a"],
-    ["model.init_from=./mine"],
-    ["model=pretrained", "model.pretrained=../models/mine"],
+    ["model.pretrained=./mine"],
+    ["model.pretrained=../models/mine"],
 )
 CSV = ["experiment=glue_bert", "data=csv", *RUN[2:]]
 

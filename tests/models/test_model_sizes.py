@@ -96,10 +96,10 @@ def test_a_shape_is_read_from_wherever_the_model_comes(tmp_path, monkeypatch):
     assert find_shape(ModelConfig(pretrained="some/bert")) == replace(
         DEFAULTS["bert"], hidden_size=12
     )
-    assert find_shape(ModelConfig(init_from="s3://bucket/run")) is None
+    assert find_shape(ModelConfig(pretrained="s3://bucket/run")) is None
     assert not knows_vocabulary(ModelConfig()) and knows_vocabulary(ModelConfig(), vocab_size=7)
     (tmp_path / "run/export").mkdir(parents=True)
-    assert find_shape(ModelConfig(init_from=str(tmp_path / "run"))) is None
+    assert find_shape(ModelConfig(pretrained=str(tmp_path / "run"))) is None
     config = {
         "model_type": "distilbert",
         "vocab_size": 99,
@@ -108,7 +108,7 @@ def test_a_shape_is_read_from_wherever_the_model_comes(tmp_path, monkeypatch):
         "n_layers": 2,
     }
     (tmp_path / "run/export/config.json").write_text(json.dumps(config))
-    shape = find_shape(ModelConfig(init_from=str(tmp_path / "run")))
+    shape = find_shape(ModelConfig(pretrained=str(tmp_path / "run")))
     assert shape == Shape("distilbert", 99, 64, 128, 2, type_vocab_size=0)
 
 

@@ -61,7 +61,7 @@ def test_the_ends_of_a_text_are_the_missing_special_tokens(tmp_path, single, lac
 
 
 def from_run(path, **changes):
-    return ModelConfig(init_from=str(path), **changes)
+    return ModelConfig(pretrained=str(path), **changes)
 
 
 def test_what_is_there_already_stays_as_it_is(folder, tmp_path):
@@ -117,7 +117,7 @@ def test_a_run_without_an_export_gives_its_checkpoint(finished, tmp_path, monkey
         path.unlink()
     # it is there: nothing is exported again
     assert resolved(from_run(copy), LOCAL, tmp_path / "cache") == cfg
-    says = r"model.init_from=.*: exporting its checkpoint failed \(.*no valid checkpoint"
+    says = r"model.pretrained=.*: exporting its checkpoint failed \(.*no valid checkpoint"
     rejects(says, resolved, from_run(copy), LOCAL, tmp_path / "other")
     assert not [path for path in (tmp_path / "other/models").iterdir() if path.is_dir()]
 

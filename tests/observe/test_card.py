@@ -115,7 +115,7 @@ def test_the_body_shows_data_results_settings_hardware_and_cost(tmp_path):
 def test_ids_on_the_hub_are_whole_and_linked_and_paths_and_hosts_left_out(tmp_path, monkeypatch):
     run = write(
         tmp_path / "run",
-        model={"init_from": None, "pretrained": "lab/bert"},
+        model={"pretrained": "lab/bert"},
         data={"path": "lab/reviews", "format": "hub", "name": "en", "revision": "0123abc"},
     )
     head, body = made(run)
@@ -142,7 +142,7 @@ def test_ids_on_the_hub_are_whole_and_linked_and_paths_and_hosts_left_out(tmp_pa
 
 
 def test_a_pretraining_has_a_card_too_and_what_is_unknown_is_called_so(tmp_path):
-    run = write(tmp_path / "run", task={"kind": "mlm"}, model={"init_from": None})
+    run = write(tmp_path / "run", task={"kind": "mlm"}, model={"pretrained": None})
     lines = [line for line in finished_run.lines() if line["kind"] not in ("summary", "eval")]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for name in ("data.json", "evaluation.json"):

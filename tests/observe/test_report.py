@@ -307,7 +307,7 @@ def test_the_cards_say_how_it_ended_how_good_and_how_fast(tmp_path):
         "Training time (h:mm:ss)": "0:00:20",
         "Cost": "$1.50",
     }
-    tuned = {"model": {"architecture": "albert", "init_from": "runs/demo"}}
+    tuned = {"model": {"architecture": "albert", "pretrained": "runs/demo"}}
     assert facts(read(tmp_path / "tuned", whole_run(), config=tuned))["Model"] == "runs/demo"
     # The loss of the tokens, without that of their order.
     ordered = [train_line(10), eval_line(10, mlm_loss=8.5), summary_line(10, 10)]

@@ -5,10 +5,13 @@ for each of them values that it cannot have.
 """
 
 import dataclasses
+import os
 import re
 import shlex
 import shutil
 import signal
+import subprocess
+import sys
 import typing
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,6 +20,7 @@ from typing import Any
 import finished_run
 import pytest
 from rejections import rejects
+from running import ROOT
 
 from train import entry
 from train.config import InputError, PrepareConfig, TrainConfig
@@ -180,9 +184,8 @@ VALUES = [
         "transformers has eager for longformer",
     ),
     ("model.attention=flash_attention_2", "model.attention=flash_attention_2 needs a CUDA device"),
-    ("model.init_from=EMPTY", "that folder is empty"),
-    ("model.init_from=DATA", "neither a run"),
-    (["model=pretrained"], "model.pretrained is not set"),
+    ("model.pretrained=EMPTY", "that folder is empty"),
+    ("model.pretrained=DATA", "neither a run"),
     (
         ["model.pretrained=/", "model.initializer_range=0.1"],
         "initializer_range=0.1 is for a new model",
@@ -191,7 +194,7 @@ VALUES = [
     (f"run_dir={LONG}", "File name too long"),
     ('run_dir="a\nb"', "run_dir='a\\nb' must be one line"),
     ('data.path="a\x1b[31mb"', "data.path='a\\x1b[31mb'"),
-    ('model.init_from="a\udce9b"', "model.init_from='a\\udce9b'"),  # a byte that is not UTF-8
+    ('model.pretrained="a\udce9b"', "model.pretrained='a\\udce9b'"),  # a byte that is not UTF-8
     ("run_dir=http://x/y", "http://x/y"),
     ("data.path=nosuch", "nosuch"),
     ("s3.endpoint=http://", "s3.endpoint=http:// must be a server's address"),
@@ -350,7 +353,7 @@ TABLES = [
     ("seq_len=100000", "seq_len=100000"),
     ("task.class_weights=[1,-1]", "task.class_weights"),
     ("model.tokenizer=EMPTY", "that folder is empty"),
-    ("task=qa", "context"),
+    ("task=qa", "no column question"),
 ]
 
 
@@ -474,7 +477,7 @@ def filled(text: str, places: dict[str, str]) -> str:
 
 
 # lines before the one that counts
-NOTICES = ("[transformers]", "... ", "starting ", "validation has only ")
+NOTICES = ("[transformers]", "... ", "starting ", "from the weights of ")
 
 
 def fault(
@@ -568,3 +571,39 @@ def rejection(schema: type, words: list[str]) -> str:
     except InputError as error:
         return str(error)
     return "it is taken"
+
+
+WITHOUT_TORCH = [
+    "train experiment=demo data.path=nosuch run_dir=new",
+    "train experiment=demo data.path=DATA run_dir=new global_batch_size=32 micro_batch_size=3",
+    "train task=classify data=csv data.path=CSV model.tokenizer=/nosuch run_dir=new max_steps=1 micro_batch_size=1",
+    "train task=classify data=csv data.path=CSV data.columns.label=nosuch run_dir=new max_steps=1 micro_batch_size=1",
+    "records task=classify data=csv data.path=nosuch.csv model.tokenizer=DATA/tokenizer",
+    "evaluate ./nosuch",
+    "evaluate RUN data.path=nosuch.csv",
+    "predict ./nosuch --text=a",
+    "predict RUN data.path=nosuch.csv",
+]
+PROGRAM = """
+import shlex, sys
+from train.__main__ import main
+for line in sys.stdin.read().splitlines():
+    code = main(shlex.split(line))
+    print(code, "torch" in sys.modules, line)
+"""
+
+
+def test_what_needs_no_torch_is_rejected_before_its_import(places, tmp_path):
+    lines = "\n".join(filled(line, places) for line in WITHOUT_TORCH)
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        input=lines,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    told = ended.stdout.splitlines()
+    assert len(told) == len(WITHOUT_TORCH)
+    assert [line for line in told if not line.startswith("2 False ")] == []

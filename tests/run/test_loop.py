@@ -103,9 +103,7 @@ def test_known_peaks_and_prices_give_mfu_and_cost(tmp_path, prepared):
 
 def test_a_pretrained_model_goes_on_where_it_was(finished, tmp_path, prepared):
     """The export of one run is the start of the next: its first evaluation is the other's last."""
-    cfg = train_config(
-        tmp_path / "run", prepared, "model=pretrained", f"model.pretrained={finished / 'export'}"
-    )
+    cfg = train_config(tmp_path / "run", prepared, f"model.pretrained={finished / 'export'}")
     names = ("hidden_size", "intermediate_size", "embedding_size", "num_heads")
     for name in names:  # sizes come from the checkpoint
         setattr(cfg.model, name, None)

@@ -29,7 +29,6 @@ def test_a_published_encoder_answers_after_training_as_a_pipeline_of_transformer
     ]
     words = [
         "task=classify",
-        "model=pretrained",
         f"model.pretrained={real_encoder}",
         "optim=finetune",
         "max_steps=4",

@@ -112,7 +112,7 @@ def test_a_checkpoint_is_exported_without_the_data_and_learns_on_in_other_units(
     ]
     given += [
         "model=any",
-        f"model.init_from={tmp_path / 'out'}",
+        f"model.pretrained={tmp_path / 'out'}",
         f"data.path={rated.with_name('half.csv')}",
     ]
     task = task_of(given)

@@ -24,17 +24,15 @@ OF_A_MODEL = (
     ),
     *("num_layers", "num_heads", "initializer_range", "hidden_dropout", "attention_dropout"),
 )
-TO_BE_GIVEN = "(to be given)"  # the value of model.pretrained in conf/model/pretrained.yaml
 
 
 @dataclass(kw_only=True)
 class ModelConfig(Section, prefix="model."):
     """A Hugging Face encoder, built from sizes or read from a checkpoint. None means the architecture's default."""
 
-    # The Hub id or folder of a model's configuration and weights; sizes that are also set must match it.
+    # The model whose weights the run begins with: a Hub id, a folder of transformers, or a run_dir on disk or in S3.
+    # Sizes that are also set must match it.
     pretrained: str | None = None
-    # The Hub id or folder of a model, or a run_dir on disk or in S3; its weights are used instead of pretrained.
-    init_from: str | None = None
     # The Hub id, folder or run_dir of a tokenizer, for tasks on records; None uses the tokenizer of the weights.
     tokenizer: str | None = None
     # The attention implementation of transformers; auto uses sdpa if the architecture supports it, otherwise eager.
@@ -69,16 +67,6 @@ class ModelConfig(Section, prefix="model."):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.pretrained == TO_BE_GIVEN and self.init_from is not None:
-            self.pretrained = None
-        check(
-            self.init_from is None or self.pretrained is None,
-            f"model.init_from={self.init_from} and model.pretrained={self.pretrained} both name weights; leave one out",
-        )
-        check(
-            self.pretrained != TO_BE_GIVEN,
-            "model.pretrained is not set: give model.pretrained=... (a Hub id or folder), or model.init_from",
-        )
         check(
             not self.hidden_size or not self.num_heads or self.hidden_size % self.num_heads == 0,
             f"model.hidden_size={self.hidden_size} must be a multiple of model.num_heads={self.num_heads}",
@@ -87,7 +75,8 @@ class ModelConfig(Section, prefix="model."):
 
 @dataclass(kw_only=True)
 class OptimConfig(Section, prefix="optim."):
-    # The name of the optimizer in train.parallel.optim.OPTIMIZERS; optim=... sets it.
+    # The name of the optimizer in train.parallel.optim.OPTIMIZERS; optim=... sets it. Without it, a run that begins
+    # with weights (model.pretrained) has optim=finetune.
     name: str = "adamw"
     # The peak learning rate.
     lr: float = setting(1e-3, above=0)

@@ -144,7 +144,7 @@ def find_shape(cfg: ModelConfig, *, vocab_size: int | None = None) -> Shape | No
     A model at the Hub is asked for its config.json; without an answer, its sizes are unknown. `vocab_size` is the
     tokenizer's; None if unknown. A new model has this size unless cfg sets `vocab_size`.
     """
-    source = cfg.init_from or cfg.pretrained
+    source = cfg.pretrained
     if source is not None:
         folder = folder_of(source)
         if folder is None:
@@ -188,7 +188,7 @@ def check_layers(cfg: TrainConfig) -> None:
 
 def knows_vocabulary(cfg: ModelConfig, *, vocab_size: int | None = None) -> bool:
     """Return whether `find_shape` would know vocab_size without the architecture's default."""
-    return bool(cfg.init_from or cfg.pretrained or cfg.vocab_size or vocab_size)
+    return bool(cfg.pretrained or cfg.vocab_size or vocab_size)
 
 
 def read_shape(folder: Folder) -> Shape | None:

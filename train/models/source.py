@@ -33,7 +33,7 @@ from train.storage.folders import (
     sha256_json,
 )
 from train.storage.foreign import check_inside
-from train.storage.hub_access import hub_or_path, is_at_hub
+from train.storage.hub_access import check_model
 from train.storage.imported import flags
 
 if TYPE_CHECKING:
@@ -44,32 +44,29 @@ NEEDED_TOKENS = ("cls_token", "sep_token", "pad_token")
 
 
 def resolved(cfg: ModelConfig, s3: S3Config, cache: Path) -> ModelConfig:
-    """Return cfg with `pretrained` and `tokenizer` as local folders or Hub ids, and without `init_from`.
+    """Return cfg with `pretrained` and `tokenizer` as local folders or Hub ids.
 
     Raises InputError if a location lacks the files, or if they cannot be fetched or exported.
     """
-    given = cfg.init_from or cfg.pretrained
+    given = cfg.pretrained
     check(
         given is None or cfg.initializer_range is None,
         f"model.initializer_range={cfg.initializer_range} is for a new model, but the weights come from {given}; "
         "set it to null",
     )
-    if cfg.pretrained is None:
-        weights = None
-    else:
-        weights = hub_or_path(cfg.pretrained)
-    if cfg.init_from is not None:
-        weights = located("model.init_from", cfg.init_from, s3, cache, needs="config.json")
+    weights = None
+    if cfg.pretrained is not None:
+        weights = located("model.pretrained", cfg.pretrained, s3, cache, needs="config.json")
     tokenizer = weights
     if cfg.tokenizer is not None:
         tokenizer = located("model.tokenizer", cfg.tokenizer, s3, cache, needs="tokenizer.json")
-    return replace(cfg, pretrained=weights, init_from=None, tokenizer=tokenizer)
+    return replace(cfg, pretrained=weights, tokenizer=tokenizer)
 
 
 def located(key: str, location: str, s3: S3Config, cache: Path, *, needs: str) -> str:
     """Return a local folder that contains the file `needs`; a Hub id is returned unchanged."""
+    check_model(key, location)
     if not is_s3(location) and not local_path(location).is_dir():
-        check(is_at_hub(location), f"{key}={location}: there is no such folder")
         return location
     folder = open_folder(location, s3)
     names = folder.names_here()

@@ -144,7 +144,7 @@ def metadata(run: Run, records: Records, name: str) -> str:
         for split, metric, value in exported_scores(run, records)
     ]
     head = ModelCardData(
-        base_model=hub_id(run, "model.pretrained") or hub_id(run, "model.init_from"),
+        base_model=hub_id(run, "model.pretrained"),
         datasets=hub_id(run, "data.path"),
         library_name="transformers",
         pipeline_tag=pipeline,
@@ -194,9 +194,8 @@ def public_name(run: Run, key: str) -> str:
 
 def begins_from(run: Run) -> str:
     """Return what the training began from: a model's name, or random weights."""
-    for key in ("model.pretrained", "model.init_from"):
-        if run.config.get(key):
-            return public_name(run, key)
+    if run.config.get("model.pretrained"):
+        return public_name(run, "model.pretrained")
     return f"random weights ({run.summary['model']})"
 
 

@@ -206,7 +206,7 @@ def saved_order(saved: dict[str, Any], num_parameters: int) -> list[int]:
     check(
         len(order) == num_parameters,
         f"the checkpoint's optimizer has {len(order)} parameters, but this run trains {num_parameters}: other "
-        "weights are frozen; begin a new run from its weights with model.init_from",
+        "weights are frozen; begin a new run from its weights with model.pretrained",
     )
     return order
 

@@ -53,7 +53,7 @@ from train.run.command import (
 )
 from train.run.help import OWN_OPTIONS, Schema, groups, settings_help, type_name, walk
 from train.run.names import SELECTORS, close_to, opened, quoted
-from train.run.precedence import over_recipe
+from train.run.precedence import of_fine_tuning, options_of_weights, over_recipe
 from train.tasks import TASKS
 
 # names that actions import from this module
@@ -163,16 +163,22 @@ def compose_config(
             continue
         other = chosen.setdefault(read.key_or_group, override)
         check(other == override, f"{other} and {override} choose the same thing; give one of them")
+    own = {override.partition("=")[0]: parsed(override).value() for override in overrides}
     # Hydra has no syntax for "no option of this group". It is the default of groups that accept null.
-    options = tuple(override for override in chosen.values() if not override.endswith("=null"))
-    base = compose_options(CONFIGS[schema], options, tuple(CONFIGS.items()), tuple(schemas()))
+    options = [override for override in chosen.values() if not override.endswith("=null")]
+    if {**(values or {}), **dict(flatten(own))}.get("model.pretrained") is not None:
+        options += options_of_weights(chosen, listed)
+    base = compose_options(
+        CONFIGS[schema], tuple(options), tuple(CONFIGS.items()), tuple(schemas())
+    )
     composed = copy.deepcopy(base)
     for key, known in (values or {}).items():
         OmegaConf.update(composed, key, known, force_add=True)
     for override in typed:
         set_value(composed, schema, override)
-    own = {override.partition("=")[0]: parsed(override).value() for override in overrides}
     for key, value in over_recipe(dict(flatten(own)), listed).items():
+        OmegaConf.update(composed, key, value)
+    for key, value in of_fine_tuning(composed).items():
         OmegaConf.update(composed, key, value)
     for key, value in users_own.items():
         where = "of the data chosen here" if key.startswith("data.") else "of this command"
@@ -304,17 +310,21 @@ def settings_parser(
     *,
     examples: Sequence[str],
     keys: Sequence[str],
-    model: str = "",
+    first: tuple[str, str] | None = None,
 ) -> Parser:
-    """Make the parser of a command with settings. --help explains `keys`. `model`: help on the argument MODEL."""
+    """Make the parser of a command with settings. --help explains `keys`.
+
+    `first`: the name of the argument before the settings, and help on it.
+    """
     exits = {**EXITS, STOPPED: "stopped on request; the same command resumes it"}
     settings = partial(settings_help, schema, CONFIGS[schema], keys, schemas)
     imports = issubclass(schema, TrainConfig)
     parser = command_parser(
         name, purpose, examples=examples, exits=exits, settings=settings, imports=imports
     )
-    if model:
-        parser.add_argument("model", metavar="MODEL", help=model)
+    if first is not None:
+        name, text = first
+        parser.add_argument(name, metavar=name.upper(), help=text)
     parser.add_argument(
         "settings", nargs="*", metavar="key=value", help="settings, without dashes; see below"
     )

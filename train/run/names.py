@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from train.config import check
 
 TABLES = ("data.label_map", "data.more_validation", "compare.variants")
 LABELS = "data.labels"
+# Texts that need no quotation marks as values.
+PLAIN = re.compile(r"(?!(null|true|false|inf|nan)$)[A-Za-z_/.][\w./:-]*", re.IGNORECASE)
 # The settings that name the option of a group. Only the option sets them.
 SELECTORS = {
     "task": "task.kind",
@@ -48,7 +51,7 @@ optim.max_grad_norm: max_grad_norm grad_clip clip_grad_norm gradient_clip_val
 optim.betas: adam_beta1 adam_beta2 beta1 beta2
 optim.eps: adam_epsilon epsilon
 optim: optimizer optimiser
-model.pretrained: model_name_or_path model_name pretrained_model_name_or_path model_id base_model checkpoint_path
+model.pretrained: init_from model_name_or_path model_name pretrained_model_name_or_path model_id base_model
 model.tokenizer: tokenizer_name tokenizer_name_or_path
 model.hidden_dropout: dropout hidden_dropout_prob
 model.num_layers: num_hidden_layers n_layers n_layer
@@ -119,6 +122,22 @@ def close_to(name: str, keys: Collection[str]) -> str:
 def quoted(text: str) -> str:
     """Quote the value of an override, so that Hydra reads all of it as text except references (${...})."""
     return QuotedString(text, Quote.double).with_quotes()
+
+
+def as_typed(value: Any) -> str:
+    """Return a value as it is typed after key=."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if value is None:
+        return "null"
+    if isinstance(value, dict):
+        entries = [f"{as_typed(name)}: {as_typed(each)}" for name, each in value.items()]
+        return f"{{{', '.join(entries)}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(as_typed, value))}]"
+    if isinstance(value, str) and not PLAIN.fullmatch(value):
+        return quoted(value)
+    return str(value)
 
 
 def own_table(key: str, text: str) -> dict[str, str | None]:

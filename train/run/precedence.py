@@ -21,15 +21,17 @@ SIZES = (
 OF_NEW_MODEL = tuple(f"model.{name}" for name in (*SIZES, "initializer_range"))
 # For each setting that the user may type: other settings that choose the same thing, which a recipe may have set.
 REPLACED: dict[str, tuple[str, ...]] = {
-    "model.init_from": ("model.pretrained", *OF_NEW_MODEL),
-    "model.pretrained": ("model.init_from", *OF_NEW_MODEL),
-    "model.architecture": ("model.init_from", "model.pretrained"),
+    "model.pretrained": OF_NEW_MODEL,
+    "model.architecture": ("model.pretrained",),
     "optim.warmup_fraction": ("optim.warmup_steps",),
     "data.validation_fraction": ("data.validation",),
     "tokenizer.vocab_size": ("tokenizer.pretrained",),
     "validation_fraction": ("corpus.validation",),
     **{key: tuple(other for other in LENGTHS if other != key) for key in LENGTHS},
 }
+# Of a fine-tuning that says neither its length nor its batch, as BERT's authors tried (appendix A.3 of the paper).
+EPOCHS = 3
+BATCH_SIZE = 32
 TOGETHER = {*LENGTHS, *OF_NEW_MODEL}  # may be typed together with the setting that replaces them
 
 
@@ -57,4 +59,33 @@ def over_recipe(given: Mapping[str, Any], groups: Collection[str]) -> dict[str, 
             is_replaced = key in typed or key in chosen
             if is_replaced and other not in typed and other not in chosen:
                 values[other] = None
+    return values
+
+
+def options_of_weights(chosen: Collection[str], groups: Collection[str]) -> list[str]:
+    """Return the options of a run that begins with weights, in groups in which the user has `chosen` none.
+
+    Sizes and dropouts of the default model are not those of other weights, and its learning rate would destroy them.
+    """
+    if "experiment" in chosen:  # a recipe chooses these
+        return []
+    options = {"model": "any", "optim": "finetune"}
+    return [
+        f"{group}={option}"
+        for group, option in options.items()
+        if group in groups and group not in chosen
+    ]
+
+
+def of_fine_tuning(composed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the length and the batch size of a run on records that begins with weights, if nobody has chosen them."""
+    values: dict[str, Any] = {}
+    if "model" not in composed or "columns" not in composed.get("data", ()):
+        return values
+    if composed["model"]["pretrained"] is None:
+        return values
+    if all(composed[key] is None for key in LENGTHS):
+        values["max_epochs"] = EPOCHS
+    if composed["global_batch_size"] is composed["micro_batch_size"] is None:
+        values["global_batch_size"] = BATCH_SIZE
     return values

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 
+from train.config import check
 from train.storage.folders import local_path
 
 ANSWERS_WITHIN_S = 5.0
@@ -28,6 +29,12 @@ def hub_or_path(source: str) -> str:
 def is_at_hub(source: str) -> bool:
     """Return whether `source` can only be a Hub id, because nothing of that name is on this machine."""
     return HUB_ID.fullmatch(source) is not None and not local_path(source).exists()
+
+
+def check_model(key: str, location: str) -> None:
+    """Raise InputError if `location` is a path on this machine, and there is no such folder."""
+    is_here = location.startswith("s3://") or local_path(location).is_dir()
+    check(is_here or is_at_hub(location), f"{key}={location}: there is no such folder")
 
 
 @cache

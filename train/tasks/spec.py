@@ -80,6 +80,8 @@ class TaskSpec:
     inputs: Mapping[str, str] = field(default_factory=dict)
     # The inputs that only some models read.
     optional: tuple[str, ...] = ()
+    # The field of ColumnsConfig with what is learnt.
+    target: str = "label"
 
 
 class Task(ABC):

@@ -105,6 +105,7 @@ TASKS: dict[str, TaskSpec] = {
             "question": "question to answer from --context",
             "context": "text that contains the answer",
         },
+        target="answers",
     ),
     "multilabel": TaskSpec(
         settings=MultiLabelConfig,
@@ -165,6 +166,7 @@ TASKS: dict[str, TaskSpec] = {
         example='"Anna lives in Bonn ."',
         note="The tag of a word is that of its first token.",
         inputs={"tokens": "words to tag, separated by spaces"},
+        target="tags",
     ),
 }
 

@@ -33,6 +33,7 @@ from train.machine.runtime import search_rarely
 from train.machine.torchrun import end_torchrun
 from train.run import compose as cli
 from train.run.command import printable
+from train.run.early import check_exists
 from train.run.saved import WHERE, read_data
 from train.run_folder.exported import is_outdated, marked, saved_steps
 from train.storage.folders import Folder
@@ -82,6 +83,8 @@ def find(options: Namespace) -> tuple[Model, cli.Given]:
     check(
         "data.train" not in typed, "data.train: nothing is trained; name rows with data.validation"
     )
+    if "data.path" in typed:
+        check_exists(typed["data.path"].strip("\"'"))
     trained = find_trained(options.model, options.settings)
     run, cfg = trained.run, trained.cfg
     if run is None or cfg is None:
@@ -151,7 +154,10 @@ def main(arguments: Sequence[str]) -> int:
             "org/model data.path=new.csv data.columns.label=sentiment",
         ),
         keys=USED,
-        model="run_dir of a run (its validation data is read unless data.path names other data), a folder, or a Hub id",
+        first=(
+            "model",
+            "run_dir of a run (its validation data is read unless data.path names other data), a folder, or a Hub id",
+        ),
     )
     parser.add_argument("--output", metavar="FILE", help="file for a JSON object with the metrics")
     found: list[Model] = []

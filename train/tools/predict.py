@@ -23,6 +23,7 @@ from train.config import InputError, RecordsConfig, TrainConfig, check
 from train.machine.console import say
 from train.machine.launched import launched
 from train.run import compose as cli
+from train.run.early import check_exists
 from train.storage.atomic_io import open_whole
 from train.storage.folders import disk_errors, is_s3, local_path
 from train.tasks import TASKS, spec_of
@@ -165,7 +166,7 @@ def main(arguments: Sequence[str]) -> int:
             'RUN --question "Who?" --context "Ann."',
         ),
         keys=USED,
-        model="run_dir of a run, a transformers folder, or a Hub id",
+        first=("model", "run_dir of a run, a transformers folder, or a Hub id"),
     )
     for name, text in INPUTS.items():
         parser.add_argument(flag(name), metavar="TEXT", help=text)
@@ -194,6 +195,8 @@ def find(options: Namespace) -> tuple[Trained, Path | None, cli.Given]:
         ("data.path" in typed) != bool(texts_of(options)),
         f"give data.path=FILE, or texts with {', '.join(map(flag, INPUTS))}",
     )
+    if "data.path" in typed:
+        check_exists(typed["data.path"].strip("\"'"))
     trained = find_trained(options.model, options.settings)
     task = task_of(trained, typed)
     check(

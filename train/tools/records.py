@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from train.config import RecordsConfig, TrainConfig, check, plural, shortlist
 from train.machine.console import say
 from train.run import compose as cli
+from train.run.early import check_early
 from train.tasks import build_task
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ SHOWN_CLASSES = 50
 USED = (
     *("data.path", "data.format", "data.train", "data.validation", "data.validation_fraction"),
     *("data.labels", "data.label_map", "data.max_bad_rows", "data.lengths", "data.delimiter"),
-    *("seq_len", "model.pretrained", "model.init_from", "model.tokenizer"),
+    *("seq_len", "model.pretrained", "model.tokenizer"),
 )
 
 
@@ -39,8 +40,8 @@ def main(arguments: Sequence[str]) -> int:
         "Prepare labelled examples as train would with the same settings, and show classes, lengths and bad rows.",
         examples=(
             "experiment=tweets_trainium data.path=tweets.csv",
-            "task=classify data=csv data.path=reviews.csv data.columns.text=body model=any model.init_from=runs/demo",
-            "task=regress data=csv data.path=ratings.csv data.columns.label=score model=any model.init_from=runs/demo",
+            "task=classify data=csv data.path=reviews.csv data.columns.text=body model.pretrained=runs/demo",
+            "task=regress data=csv data.path=ratings.csv data.columns.label=score model.pretrained=runs/demo",
         ),
         keys=USED,
     )
@@ -53,6 +54,7 @@ def show(cfg: TrainConfig) -> int:
         f"task={cfg.task.kind} learns from shards, which baretrain shards shows; choose a task that "
         "learns from labelled records",
     )
+    check_early(cfg, world_size=1)
     say(f"... opening data.path={cfg.data.path}", file=sys.stderr)
     # torch takes seconds to import, so check the settings first
     from train.tasks.finetune import (

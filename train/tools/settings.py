@@ -39,7 +39,7 @@ tables (`'key={a: b}'`) for the shell. The default `...` means that the key, or 
 Files in `conf/` may set other defaults; `--cfg job` shows them.
 
 A setting on the command line overrides a recipe (`experiment=`). This includes a different key for the same thing:
-`model.pretrained` overrides the recipe's `model.init_from`, and `max_steps` its `max_epochs`. Two such keys on the
+`model.architecture` overrides the recipe's `model.pretrained`, and `max_steps` its `max_epochs`. Two such keys on the
 command line are an error, except for the length of training, where the shortest one counts.
 
 Below, `train` stands for all commands that take the settings of a run: `baretrain train`, `baretrain records` and

@@ -20,6 +20,7 @@ from train.run import compose as cli
 from train.run.names import LABELS
 from train.run.saved import HOW_ROWS_ARE_READ, read_config
 from train.storage.folders import Folder, is_s3, local_path, open_folder
+from train.storage.hub_access import check_model
 from train.tasks import TASKS
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def find_trained(location: str, settings: Sequence[str]) -> Trained:
     composed = cli.compose_config(TrainConfig, needed)
     s3 = OmegaConf.to_object(composed.s3)
     assert isinstance(s3, S3Config)
+    check_model("MODEL", location)
     run = find_run(location, s3)
     if run is None:
         cfg = None

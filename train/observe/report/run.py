@@ -217,7 +217,7 @@ def summarise(run: Run) -> Summary:
     """Return the values that are computed from the lines; None means unknown. Totals are of all attempts."""
     environment = run.environment
     # The architecture of weights from elsewhere is unknown.
-    from_elsewhere = run.config.get("model.pretrained") or run.config.get("model.init_from")
+    from_elsewhere = run.config.get("model.pretrained")
     device = environment.get("device")
     if isinstance(device, str):
         device = device.removesuffix(" through XLA")  # the device is the same with and without XLA

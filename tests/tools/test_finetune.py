@@ -1,0 +1,168 @@
+"""One command from a file of rows to a trained model: what it assumes, what it trains, what it rejects."""
+
+import csv
+import json
+import shlex
+import shutil
+from pathlib import Path
+
+import pandas
+import pyarrow.parquet
+import pytest
+import yaml
+from forks import Forked
+from rejections import rejects
+
+from train import api
+from train.config import ModelConfig
+from train.models.encoder import build_masked_lm
+from train.tools import evaluate, finetune, predict
+
+BERT = ModelConfig(
+    architecture="bert",
+    max_positions=64,
+    hidden_size=8,
+    num_layers=1,
+    num_heads=2,
+    intermediate_size=8,
+)
+QUICK = ["max_steps=4", "eval_every=2", "checkpoint.every=2", "data.num_workers=0", "samples=2"]
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer_folder, tmp_path_factory):
+    """A folder of transformers, as published models are."""
+    folder = tmp_path_factory.mktemp("published") / "model"
+    build_masked_lm(BERT, vocab_size=120, pad_id=0, seq_len=64).export(folder)
+    shutil.copytree(tokenizer_folder, folder, dirs_exist_ok=True)
+    return folder
+
+
+def finetuned(data: Path, model: Path, run: Path, *words: str) -> int:
+    flags = ["--model", str(model), "--output", str(run)]
+    return finetune.main([str(data), *flags, f"data.cache_dir={run.parent / 'cache'}", *words])
+
+
+def shown(data: Path, model: Path, capsys, *words: str) -> dict[str, str]:
+    """Return the settings that --show prints, as text by key."""
+    assert finetuned(data, model, data.parent / "run", "--show", *words) == 0
+    words = shlex.split(capsys.readouterr().out)
+    assert words[:2] == ["baretrain", "train"]
+    return {key: text for key, _, text in (word.partition("=") for word in words[2:])}
+
+
+def test_a_csv_becomes_a_trained_model_and_a_report(texts, model, tmp_path, capsys):
+    data = tmp_path / "tweets.csv"
+    with data.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["tweet", "sentiment"])
+        writer.writerows([text, ("bad", "good")[n % 2]] for n, text in enumerate(texts[:80]))
+    run = tmp_path / "run"
+    assert finetuned(data, model, run, *QUICK) == 0
+    said = capsys.readouterr()
+    for line in (
+        "task: classify, 2 classes (bad, good)",
+        "columns: label=sentiment, text=tweet",
+        "rows: 80 for training and validation, a tenth of them for validation",
+    ):
+        assert line in said.err
+    assert f"predict: baretrain predict {run} data.path=NEW.csv" in said.out
+    assert (run / "report" / "report.html").exists()
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["optim"]["lr"] == 5e-5
+    assert config["best"]["metric"] == "f1_macro"
+    assert config["checkpoint"]["best"]
+    answers = tmp_path / "answers.jsonl"
+    assert predict.main([str(run), f"data.path={data}", "--output", str(answers)]) == 0
+    labels = {json.loads(line)["prediction"] for line in answers.read_text().splitlines()}
+    assert labels <= {"bad", "good"}
+    assert evaluate.main([str(run)]) == 0
+
+
+def test_the_command_that_is_shown_is_the_run(texts, model, tmp_path, capsys):
+    data = tmp_path / "rows.jsonl"
+    rows = [{"text": text, "labels": ["a", "b"][: n % 3]} for n, text in enumerate(texts[:60])]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = shown(data, model, capsys, "seed=3")
+    assert settings["task"] == "multilabel"
+    assert settings["seed"] == "3"
+    assert not (tmp_path / "run").exists()
+    from train.config import TrainConfig
+    from train.run import compose as cli
+
+    cfg = cli.load_config(TrainConfig, [f"{key}={text}" for key, text in settings.items()])
+    assert cfg.max_epochs == finetune.EPOCHS
+    assert cfg.global_batch_size == 8  # 60 rows would be 6 steps of 32
+
+
+def test_files_say_their_delimiter_and_folders_their_splits(texts, model, tmp_path, capsys):
+    frame = pandas.DataFrame({"text": texts[:60], "label": ["x", "y"] * 30})
+    frame.to_csv(tmp_path / "semicolons.csv", sep=";", index=False)
+    settings = shown(tmp_path / "semicolons.csv", model, capsys)
+    assert settings["data.delimiter"] == '";"'
+    escaped = "".join(f'"so \\"{text}\\"",x{n % 2}\n' for n, text in enumerate(texts[:60]))
+    (tmp_path / "escaped.csv").write_text("text,label\n" + escaped)
+    assert shown(tmp_path / "escaped.csv", model, capsys)["data.quotes"] == "escaped"
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in ("my_train.tsv", "my_dev.tsv", "my_test.tsv"):
+        frame.to_csv(folder / name, sep="\t", index=False)
+    settings = shown(folder, model, capsys)
+    assert settings["data.train"] == "my_train.tsv"
+    assert settings["data.validation"] == "my_dev.tsv"
+    assert "data.delimiter" not in settings
+
+
+def test_a_column_that_cannot_be_read_is_not_needed(texts, model, tmp_path, capsys):
+    table = pyarrow.table(
+        {
+            "text": texts[:60],
+            "label": ["x", "y"] * 30,
+            "other": pyarrow.array([{}] * 60, pyarrow.map_(pyarrow.string(), pyarrow.int8())),
+        }
+    )
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    assert shown(tmp_path / "rows.parquet", model, capsys)["data.columns.label"] == "label"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["data.path=x"], "data.path=x: a flag of finetune sets it"),
+        (["data.columns.label=nosuch"], "no column nosuch"),
+        (["nosuch=1"], "nosuch is not a setting"),
+        (["task=nosuch"], "there is no such task"),
+    ],
+)
+def test_what_is_wrong_is_one_line(words, says, texts, model, tmp_path, capsys):
+    data = tmp_path / "rows.csv"
+    pandas.DataFrame({"text": texts[:60], "label": ["x", "y"] * 30}).to_csv(data, index=False)
+    assert finetuned(data, model, tmp_path / "run", *QUICK, *words) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert says in lines[0]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_rows_in_python_become_a_run_a_report_and_predictions(texts, model, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(api.processes, "start", Forked)
+    frame = pandas.DataFrame({"text": texts[:60], "label": ["x", "y"] * 30})
+    settings = {word.partition("=")[0]: word.partition("=")[2] for word in QUICK}
+    run = api.finetune(
+        frame, model=str(model), run_dir=str(tmp_path / "run"), **settings, **{"optim.lr": 1e-3}
+    )
+    assert (run.outcome, run.step) == ("done", 4)
+    assert {"f1_macro", "loss"} <= run.scores.keys()
+    assert {answer["prediction"] for answer in run.predict(texts[:4])} <= {"x", "y"}
+    page = api.report(run.run_dir, output=str(tmp_path / "pages"))
+    assert page.read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [(["a text"], "row 1 is a text without a label"), ([], "data has no rows")],
+)
+def test_rows_without_labels_are_rejected(rows, says, tmp_path):
+    rejects(says, api.finetune, rows, model="m", run_dir=str(tmp_path / "run"))

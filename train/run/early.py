@@ -1,0 +1,60 @@
+"""Checks of a run that need no torch, whose import takes seconds: paths, columns and batch sizes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from train.config import RecordsConfig, TrainConfig, check
+from train.config.data import is_named
+from train.config.plan import make_plan
+from train.storage.folders import is_s3, local_path, scratch_folder
+from train.storage.hub_access import check_model, is_at_hub
+from train.tasks import spec_of
+
+MANY_ROWS = 2**62  # the number of rows is not known yet
+
+
+def check_early(cfg: TrainConfig, world_size: int) -> None:
+    """Check batch sizes, local files and columns. Raises InputError; what S3 and the Hub hold is checked later."""
+    make_plan(cfg, world_size=world_size, rows=MANY_ROWS, seq_len=cfg.seq_len)
+    for key in ("pretrained", "tokenizer"):
+        location = getattr(cfg.model, key)
+        if location is not None:
+            check_model(f"model.{key}", location)
+    if is_s3(cfg.data.path):
+        return
+    if isinstance(cfg.data, RecordsConfig):
+        check_rows(cfg, cfg.data)
+    else:
+        from train.data.shards.format import read_manifest
+
+        read_manifest(local_path(cfg.data.path))
+
+
+def check_rows(cfg: TrainConfig, data: RecordsConfig) -> None:
+    """Check that the files of rows exist, and that their first rows have the columns that the task reads."""
+    check_exists(data.path)
+    if not local_path(data.path).exists():
+        return  # it is a Hub id
+    # The first module takes a second to import.
+    from train.data.records.examples import with_columns
+    from train.data.records.sources import layout, open_source
+
+    if layout(data, cfg.s3) != "files":
+        return
+    spec = spec_of(cfg.task)
+    with scratch_folder() as scratch:
+        for parts in open_source(data, cfg.s3).tables((), scratch).values():
+            for table in parts:
+                columns = asdict(table.keys or data.columns)
+                read = {key: columns[key] for key in (*spec.inputs, spec.target)}
+                with_columns({key: name for key, name in read.items() if name}, table)
+
+
+def check_exists(location: str) -> None:
+    """Raise InputError if a location of rows is a path on this machine where nothing is."""
+    is_elsewhere = is_s3(location) or (is_at_hub(location) and not is_named(location))
+    check(
+        is_elsewhere or local_path(location).exists(),
+        f"data.path={location}: there is no such file or folder",
+    )

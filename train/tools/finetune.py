@@ -1,0 +1,198 @@
+"""The command `baretrain finetune DATA --model MODEL --output RUN`: from a file of labelled rows to a trained model.
+
+It looks at the rows first, says what it assumes, fills in the settings of a run, trains, and writes the report. --show
+prints the `baretrain train` command with the same settings.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import OmegaConf
+
+from train import entry
+from train.config import RecordsConfig, S3Config, TrainConfig, check, flatten, shortlist
+from train.machine.console import say
+from train.machine.launched import launched
+from train.machine.torchrun import end_torchrun
+from train.run import compose as cli
+from train.run.names import as_typed
+from train.tasks import TASKS
+from train.tools.trained import typed_keys
+
+if TYPE_CHECKING:
+    from train.data.records.look import Reading
+    from train.data.records.sample import Sample
+
+EPOCHS = 3
+LENGTHS = {"max_steps": "steps", "max_examples": "rows", "max_epochs": "epochs"}
+BATCH_SIZES = (32, 16, 8)  # the largest with which a run has FEWEST_STEPS, else the smallest
+FEWEST_STEPS = 100
+EVAL_EVERY_LEAST = 10  # steps between evaluations, of which there is otherwise one for each epoch
+EVAL_EVERY_MOST = 500
+USED = (
+    *("task", "data.columns.text", "data.columns.label", "data.validation", "data.max_bad_rows"),
+    *("seq_len", "max_epochs", "global_batch_size", "optim.lr", "seed", "backend.precision"),
+)
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """Settings of a run that were filled in, and the sentences that say so."""
+
+    settings: dict[str, Any]
+    says: list[str]
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = cli.settings_parser(
+        "finetune",
+        TrainConfig,
+        "Fine-tune a published model on a file of labelled rows, and write the report. The task and the columns are "
+        "found in the rows; settings that you type hold.",
+        examples=(
+            "tweets.csv --model distilbert/distilbert-base-uncased --output runs/tweets",
+            "pairs.tsv --model models/minilm --output runs/pairs max_epochs=5 optim.lr=3e-5",
+            "tweets.csv --model models/minilm --output runs/tweets --show",
+        ),
+        keys=USED,
+        first=(
+            "data",
+            "a file or folder of rows, s3://bucket/prefix, or the Hub id of a data set",
+        ),
+    )
+    parser.add_argument(
+        "--model", required=True, help="a Hub id, a transformers folder, or the run_dir of a run"
+    )
+    parser.add_argument("--output", required=True, metavar="RUN", help="the run_dir of the run")
+    parser.add_argument(
+        "--show", action="store_true", help="print the command that trains, and stop"
+    )
+    found: list[tuple[Namespace, list[str]]] = []
+
+    def given(options: Namespace) -> cli.Given:
+        assumed = look(options)
+        words = [f"{key}={as_typed(value)}" for key, value in assumed.settings.items()]
+        found.append((options, [*words, *options.settings]))
+        for line in assumed.says:
+            if launched().rank == 0:
+                say(line, file=sys.stderr)
+        return words, {}
+
+    def act(cfg: TrainConfig) -> int:
+        options, words = found[0]
+        if options.show:
+            say(f"baretrain train {shlex.join(words)}")
+            return cli.DONE
+        return train(cfg)
+
+    code = cli.run(TrainConfig, act, parser, arguments=arguments, given=given)
+    if code == cli.REJECTED:
+        end_torchrun()  # every restart would be rejected too
+    return code
+
+
+def train(cfg: TrainConfig) -> int:
+    """Train, write the report, and say which commands come next."""
+    code = entry.attempt(cfg)
+    if code == cli.DONE and launched().rank == 0:
+        from train.tools.report import write_report  # imported late: it needs packages of its own
+
+        write_report([cfg.run_dir], cfg.s3, output=None)
+        run = shlex.join([cfg.run_dir, *cfg.s3.flags()])
+        say(
+            f"predict: baretrain predict {run} data.path=NEW.csv --output answers.csv",
+            f"compare: baretrain report {run} OTHER_RUN",
+        )
+    return code
+
+
+def look(options: Namespace) -> Assumed:
+    """Look at the rows, and fill in the settings that the user has not typed."""
+    # Imported late: it needs datasets.
+    from train.data.records.look import reading_of
+    from train.data.records.sample import sample_of
+
+    texts = typed_keys(options.settings)
+    for key in ("run_dir", "data", "data.path", "model.pretrained"):
+        check(
+            key not in texts, f"{key}={texts.get(key)}: a flag of finetune sets it; leave it out"
+        )
+    cfg, s3 = data_settings(options)
+    typed = {key: value for key, value in flatten({"data": asdict(cfg)}) if key in texts}
+    sample = sample_of(cfg, s3, typed)
+    reading = reading_of(sample.columns, typed, texts.get("task"))
+    columns = dict(reading.settings)
+    if sample.has_fixed_columns:
+        columns = {key: value for key, value in columns.items() if key.startswith("task.")}
+    batch_size = batch_size_for(sample.num_rows)
+    eval_every = min(max(sample.num_rows // batch_size, EVAL_EVERY_LEAST), EVAL_EVERY_MOST)
+    settings: dict[str, Any] = {
+        "run_dir": options.output,
+        "task": reading.task,
+        "data": "records",
+        "data.path": options.data,
+        **sample.settings,
+        **columns,
+        "model.pretrained": options.model,
+        "global_batch_size": batch_size,
+        "max_epochs": EPOCHS,
+        "eval_every": eval_every,
+        "checkpoint.every": eval_every,
+        "checkpoint.best": True,
+        "best.metric": TASKS[reading.task].metrics[0].name,
+    }
+    if LENGTHS.keys() & texts.keys():
+        del settings["max_epochs"]
+    if "micro_batch_size" in texts:
+        del settings["global_batch_size"]
+    assumed = {key: value for key, value in settings.items() if key not in texts}
+    return Assumed(assumed, sentences(sample, reading, {**assumed, **texts}))
+
+
+def batch_size_for(num_rows: int) -> int:
+    for size in BATCH_SIZES:
+        if num_rows * EPOCHS >= FEWEST_STEPS * size:
+            return size
+    return BATCH_SIZES[-1]
+
+
+def data_settings(options: Namespace) -> tuple[RecordsConfig, S3Config]:
+    """Return the settings of the data and of S3, as typed. Raises InputError if one is wrong."""
+    typed = [each for each in options.settings if each.startswith(("data.", "s3.", "task="))]
+    values = {"data.path": options.data}
+    composed = cli.compose_config(TrainConfig, ["data=records", *typed], values)
+    cfg, s3 = OmegaConf.to_object(composed.data), OmegaConf.to_object(composed.s3)
+    assert isinstance(cfg, RecordsConfig) and isinstance(s3, S3Config)
+    return cfg, s3
+
+
+def sentences(sample: Sample, reading: Reading, settings: Mapping[str, Any]) -> list[str]:
+    """Return what is assumed, for the user to check."""
+    columns = {key: value for key, value in settings.items() if key.startswith("data.columns.")}
+    named = [f"{key.rpartition('.')[2]}={as_typed(value)}" for key, value in columns.items()]
+    read = f"columns: {', '.join(named) or 'those of the format'}"
+    if reading.unread:
+        read += f"; other texts, which are not read: {shortlist(reading.unread)}"
+    held_out = settings.get("data.validation")
+    rows = f"rows: {sample.num_rows:,} for training and validation, a tenth of them for validation"
+    if held_out:
+        rows = f"rows: {sample.num_rows:,} for training; validation on {held_out}"
+    lengths = [
+        f"{settings[key]} {unit}"
+        for key, unit in LENGTHS.items()
+        if settings.get(key) not in (None, "null")
+    ]
+    batch = settings.get("global_batch_size") or settings.get("micro_batch_size")
+    return [
+        ", ".join(filter(None, [f"task: {settings['task']}", reading.seen])),
+        read,
+        rows,
+        f"training: {' or '.join(lengths)} of batches of {batch}, from {settings['model.pretrained']}",
+        f"best: the evaluation with the best {settings['best.metric']}, every {settings['eval_every']} steps",
+    ]
