@@ -1,6 +1,5 @@
 """What a machine's cache needs, for whom it makes space, and how readers wait for it."""
 
-import errno
 import os
 from types import SimpleNamespace
 
@@ -164,15 +163,3 @@ def test_ranks_launched_together_share_a_part_of_the_cache(monkeypatch):
     one = name(RANK="0", WORLD_SIZE="2", MASTER_ADDR="10.0.0.1", MASTER_PORT="29500")
     assert name() == one != name(MASTER_PORT="29501")
     assert name(WORLD_SIZE="1") != name()
-
-
-def test_a_file_system_without_locks_is_named(of_size, monkeypatch):
-    def no_locks(*_):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(cache.fcntl, "flock", no_locks)
-    rejects(
-        r"lock cannot be locked: No locks available; set data.cache_dir to a local",
-        of_size(1).hold,
-        alone=True,
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ import huggingface_hub
 import pytest
 from rejections import rejects
 from running import prepare_config
-from services.fake_hub import FakeHub
 
 from train.config import HFCorpusConfig, HFDataset, ModelConfig, RecordsConfig, S3Config
 from train.data.records.located import find
@@ -80,22 +78,6 @@ def test_a_name_in_a_folder_that_exists_here_is_no_folder(
     ):
         assert predict.main([model, "--text", "a"]) == 2
         assert f"{model} cannot be loaded: {said}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("status", "expected"), [(None, None), (503, "status 503"), (0, "cannot be reached: .*time")]
-)
-def test_a_hub_that_answers_is_used_and_one_that_does_not_is_given_up(
-    status, expected, online, monkeypatch
-):
-    monkeypatch.setattr(hub_access, "ANSWERS_WITHIN_S", 0.5)
-    with FakeHub() as hub:
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.endpoint)
-        if status is not None:
-            hub.faults["/"] = status
-        result = hub_access.silence()
-        assert hub_access.silence() == result and len(hub.requests) == 1
-    assert result is None if expected is None else re.search(expected, str(result))
 
 
 def test_what_is_on_this_machine_asks_nobody(nobody_there, prepared, tmp_path):

@@ -3,18 +3,15 @@ import hashlib
 import numpy as np
 import pytest
 from finetuning import byte_tokenizer, word_tokenizer
-from rejections import rejects
 from running import SEQ_LEN, train_config
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import BertTokenizerFast, PreTrainedTokenizerFast
 
 from train.data.batches.masking import IGNORE_INDEX, Masker
-from train.data.text.words import WordEdges, word_edges
+from train.data.text.encoding import starts_of
 from train.tasks import build_task
 
 V, S, B = 2000, 64, 500
 WORD_START = np.random.default_rng(3).random(V) < 0.6
-WORDS = WordEdges(WORD_START, np.zeros(V, bool))
+WORDS = WORD_START
 
 
 def masker(**changes):
@@ -95,26 +92,6 @@ def test_of_the_hidden_tokens_80_percent_are_masked_10_replaced_10_kept(tokens):
     assert kept == pytest.approx(0.1, abs=0.006)
 
 
-def neighbours(tokens, **changes):
-    """Share of the hidden tokens before which the token is hidden too."""
-    result = draw(tokens, max_predictions=60, **changes)
-    is_used = result.labels != IGNORE_INDEX
-    positions = np.where(is_used, result.positions, -9 * np.arange(1, 61))
-    return (np.diff(positions) == 1).sum() / is_used.sum()
-
-
-def test_run_lengths_follow_one_over_n():
-    """Of a run of n tokens n - 1 follow another, with p(n) ~ 1/n for n up to 3: 7 of 18 tokens. A token that begins a
-    run follows another by chance, at the rate of masking.
-    """
-    long = np.random.default_rng(0).integers(5, V, (B, 1000))
-    chance = neighbours(long, max_ngram=1, mask_rate=0.05)
-    assert chance == pytest.approx(0.05, abs=0.005)
-    assert neighbours(long, max_ngram=3, mask_rate=0.05) == pytest.approx(
-        7 / 18 + 11 / 18 * chance, abs=0.01
-    )
-
-
 def test_whole_words_are_hidden_whole(tokens):
     result = draw(tokens, words=WORDS)
     number = 0
@@ -130,58 +107,13 @@ def test_whole_words_are_hidden_whole(tokens):
     assert 0.135 < number / (B * (S - 3)) <= 0.152  # a word that does not fit any more is left out
 
 
-def test_of_a_word_that_is_longer_than_the_budget_a_part_is_hidden_anywhere_in_it(tokens):
-    result = draw(
-        np.concatenate([tokens] * 4), words=WordEdges(np.zeros(V, bool), np.zeros(V, bool))
-    )
-    is_used = result.labels != IGNORE_INDEX
-    assert (is_used.sum(1) == round(0.15 * (S - 3))).all()
-    assert all(
-        (np.diff(row[used]) == 1).all()
-        for row, used in zip(result.positions, is_used, strict=True)
-    )
-    counts = np.bincount(result.positions[is_used], minlength=S)
-    assert set(np.flatnonzero(counts)) == {*range(1, 20), *range(21, S - 1)}
-
-
-@pytest.mark.parametrize("kind", ["byte-level", "suffix", "words", "word pieces", "unigram"])
-def test_words_are_those_of_the_tokenizers_encodings(kind, tokenizer, tmp_path):
-    text = "ba be, na) x1.5 我们 ばか no! ba-be" if kind != "suffix" else "ba be, na bob"
-    if kind == "unigram":
-        fast = tokenizer
-    elif kind == "word pieces":
-        (tmp_path / "vocab.txt").write_text(
-            "\n".join(["[UNK]", *"bendo我们", *(f"##{letter}" for letter in "aetsn")])
-        )
-        fast = BertTokenizerFast(vocab=str(tmp_path / "vocab.txt"))
-    else:
-        fast = byte_tokenizer() if kind == "byte-level" else word_tokenizer(text.split())
-    if kind == "suffix":
-        pieces = {
-            piece: n
-            for n, piece in enumerate([*"abeno,", *(f"{letter}</w>" for letter in "abeno,")])
-        }
-        fast = Tokenizer(models.BPE(pieces, [], end_of_word_suffix="</w>"))
-        fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        fast = PreTrainedTokenizerFast(tokenizer_object=fast)
-    fast.save_pretrained(tmp_path)
-    edges = word_edges(tmp_path)
-    encoding = fast.backend_tokenizer.encode(text, add_special_tokens=False)
-    ids, words = np.array(encoding.ids), np.array(encoding.word_ids)
-    begins = np.append(True, edges.begins[ids[1:]] | edges.ends[ids[:-1]])
-    assert begins.tolist() == np.append(True, np.diff(words) != 0).tolist(), encoding.tokens
-
-
-def test_sequences_with_nothing_to_hide_are_an_error_at_the_start(prepared, tmp_path, monkeypatch):
-    task = build_task(train_config(tmp_path, prepared))
-    rows = task.train_data()
-    rows.draw(np.arange(16)[None])
-    rows.masker.special[:] = True
-    rejects(
-        "of the first 32 sequences have no token that may be masked",
-        rows.draw,
-        np.arange(16)[None],
-    )
+@pytest.mark.parametrize("kind", ["byte-level", "words", "unigram"])
+def test_words_begin_where_a_text_has_blanks(kind, tokenizer):
+    text = "ba be na no"
+    made = {"byte-level": byte_tokenizer(), "words": word_tokenizer(text.split())}
+    encoding = made.get(kind, tokenizer).backend_tokenizer.encode(text, add_special_tokens=False)
+    begins = starts_of(made.get(kind, tokenizer).backend_tokenizer)[encoding.ids]
+    assert begins[1:].tolist() == (np.diff(encoding.word_ids) != 0).tolist(), encoding.tokens
 
 
 def test_masks_are_the_same_whatever_the_batch_and_other_in_each_epoch_and_seed(tokens):

@@ -1,6 +1,5 @@
 """Preparation in parts: over jobs and processes, to disk and to S3, killed, merged and rejected."""
 
-import contextlib
 import gzip
 import json
 import multiprocessing
@@ -8,11 +7,9 @@ import os
 import shutil
 import signal
 
-import psutil
 import pytest
-from forks import start_forked
 from rejections import rejects
-from running import eventually, prepare_config
+from running import prepare_config
 from services.fault_proxy import Fault
 from test_prepare import content
 from test_prepare import rejected as prepare_rejects
@@ -21,7 +18,7 @@ from train.config import Failure
 from train.data.shards.format import check_files, read_manifest
 from train.data.text import corpus_files, processes, tokenizer
 from train.data.text.documents import CorpusPart
-from train.data.text.preparation import PartState, state_name
+from train.data.text.preparation import state_name
 from train.storage.folders import open_folder
 from train.tools import prepare
 
@@ -195,10 +192,10 @@ def test_a_tokenizer_that_changed_between_the_parts_is_noticed(parts, corpus, re
 
 def test_a_damaged_state_and_one_of_another_preparation_are_named(parts, corpus, ready):
     path = parts / state_name(CorpusPart(0, 3))
-    state = PartState.from_bytes(path.read_bytes())
-    path.write_bytes(b"{")
+    state = json.loads(path.read_text())
+    path.write_text("{")
     assert f"{path} is damaged" in rejected(parts, corpus, ready, "part=1/3")
-    path.write_bytes(type(state)(**{**vars(state), "identity": "other"}).to_bytes())
+    path.write_text(json.dumps({**state, "identity": "other"}))
     assert f"{path} is from a preparation with other settings" in rejected(
         parts, corpus, ready, "merge=true"
     )
@@ -233,42 +230,6 @@ def test_a_process_that_is_killed_is_named_and_the_same_command_continues(
     assert prepare.prepare(cfg) == read_manifest(tmp_path / "out")
 
 
-def spawned(parent):
-    found = []
-    for child in psutil.Process(parent.pid).children():
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-            found += [child] if "spawn_main" in " ".join(child.cmdline()) else []
-    return found
-
-
-@pytest.mark.slow
-def test_processes_end_with_the_one_that_started_them(corpus, ready, tmp_path):
-    text = tmp_path / "long.txt"
-    text.write_text(
-        "\n\n".join(
-            [corpus.read_text()] * (2 * corpus_files.PART_BYTES // corpus.stat().st_size + 1)
-        )
-    )
-    overrides = [
-        f"output={tmp_path / 'out'}",
-        "corpus=text",
-        f"corpus.path={text}",
-        ready,
-        "processes=2",
-    ]
-    parent = start_forked(["train", "prepare", *overrides], os.environ)
-    try:
-        # multiprocessing has one more, which tracks resources
-        children = eventually(lambda: len(found := spawned(parent)) == 2 and found, 90)
-        assert parent.is_alive()
-    finally:
-        parent.kill()
-        parent.join()
-    _, alive = psutil.wait_procs(children, timeout=90)
-    assert not alive
-    assert not list((tmp_path / "out").glob("part-*"))  # they had not finished
-
-
 def in_bucket(bucket, prefix):
     """What a run reads, of a preparation in S3."""
     result = {key.removeprefix(f"{prefix}/"): bucket.get(key) for key in bucket.keys(f"{prefix}/")}
@@ -300,7 +261,7 @@ def test_a_preparation_in_s3_is_that_on_disk_and_its_manifest_comes_last(
     ]
     assert written[0] == "source.json" and written[-2:] == [
         "manifest.json",
-        "part-1of1.safetensors",
+        "part-1of1.json",
     ]
 
 

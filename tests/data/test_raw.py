@@ -5,7 +5,6 @@ import json
 import os
 from pathlib import Path
 from tempfile import mkdtemp
-from types import SimpleNamespace
 
 import datasets
 import huggingface_hub.constants
@@ -16,7 +15,6 @@ from rejections import rejects
 from train.config import ColumnsConfig, RecordsConfig, S3Config
 from train.config.tasks import QAConfig
 from train.data.files.find import is_match, matching
-from train.data.records import sources
 from train.data.records.raw import read_raw, read_texts
 from train.data.records.sources import version
 from train.tasks.classify import CLASSIFY_ROWS
@@ -154,14 +152,11 @@ UNUSABLE = [
         r"a\.csv:2: no column label \(data.columns.label\); the columns are: text, sent",
     ),
     ("text;label\na;1\n", {}, "columns are: text;label; the delimiter seems to be ';'"),
-    ("text;label\na, b;1\n", {}, "the header has 1; the delimiter seems to be ';'"),
     (f'text,label\n"{LONG * 3}",1\n', {}, r"a\.csv:2: a field of more than .* not closed"),
     ('text,label\na,1\n"b,1\nc,0\n', {}, r"a\.csv:3: .*: the field's quote is not closed"),
-    ('text,label\n"b,1\n"c",0\n', {}, r"a\.csv:2: .*: the field's quote is not closed"),
     ("text,text\na,1\n", {}, r"a\.csv:1: two columns are named text"),
     (b"t\xe9xt,label\na,1\n", {}, r"a\.csv:1: no header: byte 0xe9 is not utf-8"),
     ("text,label\n", {}, r"train: no row is left: of .*/a\.csv, .* 0 rows are bad"),
-    ("", {"format": "csv"}, r"of .*/a\.csv, read as data\.format=csv, 0 rows"),
     ("text,label\na,1\nb,0\n", {"validation_fraction": 1e-9}, "validation: .* leaves none"),
     (csv_of([(text, "1") for text in TEXTS]), {}, "^all rows have the label 1, so"),
     (
@@ -179,20 +174,11 @@ def test_unusable_data_is_one_line(folder, content, settings, message):
     rejects(message, read, put(folder, "a.csv", content), **settings)
 
 
-@pytest.mark.parametrize("header", ["text,label", "Text,Label", "\ufefftext, label", "label,text"])
-def test_files_that_were_joined_have_another_header(folder, header):
-    rows = csv_of(ROWS).removeprefix("text,label\n")
-    path = put(folder, "a.csv", f"text,label\n{rows}{header}\n{rows}")
-    rejects(r"a\.csv:42: a second header, as if files had been joined", read, path, max_bad_rows=9)
-
-
-def test_lines_may_end_in_carriage_returns_alone(folder):
-    says = r"1 bad row, .*a\.csv:42: 1 field where the header has 2"
-    for end in ("\n", "\r\n", "\r"):
-        text = csv_of([*ROWS, ("bad",)]).replace("\n", end)
-        rejects(says, read, put(folder, "a.csv", text))
-        lines = lines_of(OBJECTS).replace("\n", end)
-        assert new_texts(put(folder, "a.jsonl", lines)) == TEXTS
+def test_lines_may_end_in_carriage_returns_and_line_feeds(folder):
+    text = csv_of([*ROWS, ("bad",)]).replace("\n", "\r\n")
+    rejects(r"a\.csv:42: 1 field where the header has 2", read, put(folder, "a.csv", text))
+    lines = lines_of(OBJECTS).replace("\n", "\r\n")
+    assert new_texts(put(folder, "a.jsonl", lines)) == TEXTS
 
 
 # ---- splits -------------------------------------------------------------------------------------------------------
@@ -358,7 +344,6 @@ DOCUMENTS = {
     "a list": lambda rows: json.dumps(rows),
     "an indented list": lambda rows: json.dumps(rows, indent=2),
     "a line for each": lambda rows: "[" + ",\n".join(map(json.dumps, rows)) + "]",
-    "wrapped": lambda rows: json.dumps({"version": 1, "tags": ["a"], "rows": rows}, indent=2),
 }
 
 
@@ -369,7 +354,7 @@ def test_one_json_document_is_read_as_its_rows(folder, write):
     for content, message in (
         (write([*OBJECTS, 3]), "gz, row 41: a int where an object should be"),
         (write(OBJECTS)[:-1], r"gz:\d+: not JSON: "),
-        (write([[]]), "gz, row 1: a list where|0 lists of rows"),
+        (write([[]]), "gz, row 1: a list where"),
     ):
         rejects(message, read, put(folder, "a.json.gz", content))
 
@@ -450,20 +435,6 @@ def test_a_folder_that_does_not_hold_the_split_or_is_broken_is_one_line(folder):
         rejects(message, read, folder / name, **settings)
 
 
-def test_hub_settings_reach_the_library(folder, monkeypatch):
-    asked = []
-
-    def load(path, *, name, revision):
-        builder = SimpleNamespace(download_and_prepare=lambda: None)
-        builder.as_dataset = lambda split: asked.append((path, name, split, revision)) or table()
-        return builder
-
-    monkeypatch.setattr(sources, "open_builder", load)
-    raw = read("user/set", name="plain", revision="abc", train="train[:50%]", validation="dev")
-    assert asked == [("user/set", "plain", split, "abc") for split in ("train[:50%]", "dev")]
-    assert list(raw.splits) == ["train", "validation"]
-
-
 def test_one_row_of_json_lines_may_lack_a_column(folder):
     path = put(folder, "a.jsonl", lines_of([{"text": "first"}, *OBJECTS]))
     raw = read(path, max_bad_rows=1)
@@ -526,20 +497,13 @@ def test_data_in_s3(folder, bucket):
     bucket.put("set/bad.csv", csv_of([*ROWS, ("", "1")]).encode())
     bucket.put("set/deep/train.csv", b"not taken")
     bucket.put("set/dev-1.jsonl", b'{"text": "a", "label": 1}\n')
-    table().save_to_disk(folder / "saved")
-    for path in (folder / "saved").iterdir():
-        bucket.put(f"saved/{path.name}", path.read_bytes())
 
     def splits(prefix, **settings):
         return read(bucket.location(prefix), s3=bucket.config(), **settings).splits
 
     found = splits("set", train="tr*.csv", validation="dev-?.jsonl")
     assert found["train"]["text"][:] == TEXTS and found["validation"]["text"][:] == ["a"]
-    assert (
-        sum(map(len, splits("saved").values()))
-        == 40
-        == sum(map(len, splits("set/train.csv").values()))
-    )
+    assert sum(map(len, splits("set/train.csv").values())) == 40
     for message, prefix, settings in (
         (r"set/nowhere\.csv: there is no such file", "set/nowhere.csv", {}),
         (r"data\.train=x-\*: there is no such file in s3://", "set", {"train": "x-*"}),
@@ -633,7 +597,6 @@ def test_answers_that_are_not_where_they_should_be(folder):
         ('{"data": [\n}', r"dev\.json:2: not JSON: "),
         ('{"data": {}}', "is not SQuAD"),
         ('{"data": [{"paragraphs": 3}]}', r"dev\.json, data\[0\]: no list paragraphs"),
-        (squad(question("one")).replace("Norman:", "\\ud83d"), "half of a surrogate pair"),
         ('{"data": []}', "validation: no row is left"),
     ],
 )
@@ -658,15 +621,6 @@ def test_answers_in_the_shape_of_the_hub_are_checked_too(folder):
     rejects(says, read, path, **settings)
     train = read(path, max_bad_rows=1, columns={"id": "id"}, **settings).splits["train"]
     assert train["answers"][:] == answers[:2] and train["id"][:] == ["a", "b"]
-
-
-@pytest.mark.parametrize("start", [-1, 0])
-def test_an_empty_text_is_no_answer(folder, start):
-    put(folder, "dev.json", squad(question("one", "", start), question("two")))
-    answers = read_questions(folder).splits["validation"]["answers"]
-    assert [row["text"] for row in answers] == [[], ["Normandy"]]
-    put(folder, "dev.json", squad(question("one", "", 7)))
-    read_questions(folder, message="an answer must be a text and a number, not '' and 7")
 
 
 def test_new_questions_may_have_answers(folder):

@@ -6,16 +6,13 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-import pytest
 from simulated_data import Simulated
 
-from train.config import TrainConfig
-from train.data.shards.order import MAX_LANES, ShardSampler, eval_shards
+from train.data.shards.order import ShardSampler
 from train.data.shards.prefetch import wanted_shards
 
 MISSION = [250_000] * 1200  # sequences of its shards
 RANKS, BATCH = 32, 4096  # ranks per machine; sequences per global batch
-HELD_OUT = 0.01  # validation shards per training shard, the default of baretrain prepare
 LATE = 0.95  # share of the second epoch
 
 
@@ -32,38 +29,6 @@ def sampler_of(
     sampler = ShardSampler(shard_rows, seed=0, global_batch_size=BATCH, **place)
     sampler.consumed_rows = int(epochs * sampler.steps) * BATCH
     return sampler
-
-
-def planned(data: Simulated, machines: int) -> dict[str, float]:
-    """Return how many shards all machines fetch, also for evaluations: in total, and as a multiple of the data.
-
-    The result also has the maximum per machine: in total, and before the first step of a new and of a resumed run.
-    """
-    sampler = sampler_of([data.shard_rows] * data.shards, 0, machines)
-    fresh, later, late = sampler.epoch_order(0), sampler.epoch_order(1), int(LATE * sampler.steps)
-    held_out = [data.shard_rows] * max(1, round(data.shards * HELD_OUT))
-    sample, parts, first, resumed = np.arange(sum(held_out)), [], [], []
-    for number in range(machines):
-        ranks = range(number * RANKS, (number + 1) * RANKS)
-        here = sampler.lanes_of(ranks)
-        evaluated = eval_shards(held_out, sample, ranks, machines * RANKS, TrainConfig.samples)
-        parts.append(len(sampler.lanes.shards_of(here)) + len(evaluated))
-        first.append(len(np.unique(fresh.shards_from(0, here)[0])))
-        resumed.append(len(np.unique(later.shards_from(late, here)[0])))
-    most = {"most": max(parts), "first": max(first), "resumed": max(resumed)}
-    return {"fetched": sum(parts), "times": sum(parts) / (data.shards + len(held_out)), **most}
-
-
-@pytest.mark.parametrize("shards", [1200, 20_000])
-@pytest.mark.parametrize("machines", [1, 16, 64])
-def test_a_machine_fetches_its_part_and_begins_with_a_shard_of_each_lane(shards, machines):
-    """Before a first step late in the second epoch, with the window of each, 4 shards; of more data with no more."""
-    plan = planned(Simulated(shards), machines)
-    assert plan["times"] <= 1.1
-    # the first machine has those of the report's samples too
-    assert plan["most"] <= 1.1 * shards / machines + 8
-    assert plan["first"] <= MAX_LANES // machines
-    assert plan["resumed"] <= 4 * MAX_LANES // machines
 
 
 def test_the_order_of_300_m_sequences_takes_no_table():

@@ -22,7 +22,7 @@ from services.relay import relaying
 from streaming import overrides, upload, windowed
 
 from train import loop
-from train.config import InputError, ShardsConfig, TrainConfig, Unreachable
+from train.config import ShardsConfig, TrainConfig, Unreachable
 from train.data.shards import cache, download, prefetch
 from train.data.shards.cache import ShardCache
 from train.data.shards.download import Downloader
@@ -329,35 +329,6 @@ def test_shards_go_the_way_of_boto3(bucket, opened, https, monkeypatch):
         data.bring(data.manifest.splits["validation"])
         assert all_tokens(data, "validation").any()
         assert bool(bucket.proxy.requests("safetensors")) == (not no_proxy)
-
-
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        (
-            {"http_proxy": "socks5://u:secret@h:1"},
-            "proxy=socks5://h:1: a proxy for S3 must be http://HOST:",
-        ),
-        (
-            {"http_proxy": "http://u:p%40secret@h"},
-            "the proxy h cannot .*: its user or password contains @, / or ?",
-        ),
-        (
-            {"AWS_CA_BUNDLE": "nosuch.pem", "endpoint": "https://h"},
-            "there is no certificate file nosuch.pem",
-        ),
-    ],
-)
-def test_what_cannot_lead_to_shards_is_rejected_before_the_first(
-    bucket, monkeypatch, variables, message
-):
-    monkeypatch.setenv("no_proxy", "")
-    endpoint = variables.pop("endpoint", "http://h")
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(InputError, match=message) as raised:
-        Downloader("s3://bucket", bucket.config(endpoint=endpoint), cache=None)
-    assert "secret" not in str(raised.value)
 
 
 TOKENS, FIRST = "tokenizer/tokenizer.json", "train-00000.safetensors"

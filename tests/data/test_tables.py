@@ -1,8 +1,6 @@
 """Prepared examples: made once, found again, whole or not there, the same on all ranks of a machine."""
 
 import json
-import multiprocessing
-import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,14 +10,12 @@ import numpy as np
 import pytest
 from finetuning import tuning, word_tokenizer
 from rejections import rejects
-from running import eventually
 from tokenizers import processors
 from transformers import AutoTokenizer
 
 from train.config import TrainConfig, check
 from train.data.records.table_facts import best_lengths, length_histogram, padding_share
 from train.data.records.tables import Tables, once_per_machine, open_tables
-from train.machine import progress
 from train.run import compose as cli
 from train.tasks.classify import CLASSIFY_ROWS, ClassifyFeaturizer
 from train.tools import records
@@ -235,27 +231,6 @@ def test_what_is_rejected_on_the_way_leaves_nothing(cfg):
     assert len(open_tables(cfg, Words()).features("train")) == ROWS
 
 
-def test_two_runs_that_want_the_same_make_it_once_and_what_takes_long_is_reported(
-    cfg, monkeypatch, capfd
-):
-    monkeypatch.setattr(progress, "FIRST_S", 0.01)
-    monkeypatch.setattr(progress, "EVERY_S", 0.01)
-    context = multiprocessing.get_context("fork")
-    is_read, reported = context.Event(), []
-
-    def is_reported():
-        reported.append(capfd.readouterr().err)
-        return "... tokenising train: " in "".join(reported)
-
-    other = context.Process(target=open_tables, args=(cfg, Words(before=lambda: is_read.wait(60))))
-    other.start()
-    eventually(is_reported, 60)
-    is_read.set()
-    made = open_tables(cfg, words := Words())
-    assert words.calls == [] and len(made.features("train")) == ROWS
-    other.join()
-
-
 def test_names_of_splits_that_are_taken_are_rejected(cfg):
     for name in ("tokenizer", "train_examples", "../up"):
         rejects(
@@ -271,17 +246,6 @@ def three_ranks(monkeypatch):
     launch = {"WORLD_SIZE": "3", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     for name, value in {**launch, "LOCAL_WORLD_SIZE": "3", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-
-
-def test_if_the_rank_that_prepares_dies_the_next_one_prepares(tmp_path, three_ranks):
-    codes = []
-    context = multiprocessing.get_context("fork")  # ranks have one parent, as torchrun's
-    for prepare in (lambda: os._exit(9), lambda: "folder", lambda: os._exit(9)):
-        rank = context.Process(target=once_per_machine, args=(tmp_path / "lock", prepare))
-        rank.start()
-        rank.join()
-        codes.append(rank.exitcode)
-    assert codes == [9, 0, 0]
 
 
 def test_one_rank_of_a_machine_prepares_the_others_wait_and_if_it_fails_another_one_does(

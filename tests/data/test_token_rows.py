@@ -169,15 +169,3 @@ def test_padding_counts_for_nothing(table):
         drawn = token_rows(table, (2, 20)).draw(np.array([given]))
         assert drawn_ids(drawn) == [table[row]["input_ids"]] * 2
     assert token_rows(table, columns={}).draw(np.array([[3, PADDING]]))["count"] == [1.0]
-
-
-def test_chosen_and_joined_tables_are_read_alike(table):
-    other = made(9, 1)
-    joined = datasets.concatenate_datasets([table, other])
-    drawn = token_rows(joined).draw(np.array([[ROWS - 1, ROWS, ROWS + 8]]))
-    assert drawn["inputs"]["number"].tolist() == [[ROWS - 1, 0, 8]]
-    assert drawn_ids(drawn)[2] == other[8]["input_ids"]
-    for chosen in ([41, 7, 8], range(10, 13)):
-        drawn = token_rows(table.select(chosen)).draw(np.array([[2, 0]]))
-        assert drawn["inputs"]["number"].tolist() == [[chosen[2], chosen[0]]]
-        assert drawn_ids(drawn)[0] == table[chosen[2]]["input_ids"]

@@ -238,7 +238,7 @@ SPANS = {
     "in any order": [[11, 15, "LOC"], [0, 9, "PER"]],
     "objects": [
         {"start": 0, "end": 9, "label": "PER"},
-        {"start_offset": 11, "end_offset": 15, "labels": ["LOC"]},
+        {"start": 11, "end": 15, "label": "LOC"},
     ],
     "next to blanks": [[0, 9, "PER"], [10, 15, "LOC"]],
 }

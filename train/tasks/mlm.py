@@ -30,9 +30,8 @@ from train.data.shards.order import ShardSampler, eval_sample, eval_shards, spre
 from train.data.shards.prefetch import Prefetcher
 from train.data.shards.prepared import PreparedData
 from train.data.text.coverage import unknown_share
-from train.data.text.encoding import open_tokenizer
+from train.data.text.encoding import open_tokenizer, starts_of
 from train.data.text.tokenizer import check_same_vocabulary
-from train.data.text.words import word_edges
 from train.models.encoder import MaskedLM, build_masked_lm, fitting_config, mask_filler
 from train.models.source import resolved
 from train.run_folder.samples import MOST_GUESSES, Answer, Guess, Sample, excerpt
@@ -92,6 +91,9 @@ class MaskedLMTask(Task):
             f"task.mask_rate={cfg.mask_rate} leaves no tokens to read in sequences of {self.seq_len}",
         )
         info = self.manifest.tokenizer
+        words = None
+        if cfg.whole_word:
+            words = starts_of(open_tokenizer(self.folder / "tokenizer"))
         masker = Masker(
             seed=seed,
             mask_rate=cfg.mask_rate,
@@ -100,7 +102,7 @@ class MaskedLMTask(Task):
             mask_id=info.mask_id,
             special_ids=tuple(info.special_ids),
             vocab_size=info.vocab_size,
-            words=word_edges(self.folder / "tokenizer") if cfg.whole_word else None,
+            words=words,
         )
         in_evaluations = replace(
             masker,

@@ -1,13 +1,13 @@
 """The command `baretrain prepare`, which turns text into token shards.
 
-The same text, settings, seed and number of parts produce the same bytes. If the process is killed, each part resumes
-after its last complete shard. `manifest.json` is written last, so a folder that has one is complete. These are the
+The same text, settings, seed and number of parts produce the same bytes. If the process is killed, the parts that
+are not finished start over. `manifest.json` is written last, so a folder that has one is complete. These are the
 steps of a preparation and the files that they write:
 
     claim      source.json: the settings and the text's fingerprint, which later calls must match
     tokenizer  tokenizer/, trained or copied unless it exists
-    parts      train-00000.safetensors ..., and part-*.safetensors, the progress of each part
-    merge      manifest.json; removes part-*.safetensors
+    parts      train-00000.safetensors ..., and part-*.json, the result of each part
+    merge      manifest.json; removes part-*.json
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm import tqdm
 
@@ -32,12 +31,7 @@ from train.config import (
 from train.data.random_bits import text_uniform
 from train.data.shards.format import FORMAT, DataManifest, read_manifest
 from train.data.text.corpus import Corpus, open_corpus
-from train.data.text.coverage import (
-    MOST_SAMPLES,
-    Sample,
-    unknown_of,
-    unknown_share,
-)
+from train.data.text.coverage import unknown_share
 from train.data.text.documents import WHOLE, CorpusPart
 from train.data.text.encoding import Vocabulary
 from train.data.text.preparation import (
@@ -63,16 +57,12 @@ from train.storage.folders import (
 )
 from train.storage.schema import BadContent, of_type, read_object
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
 # Enough for any machine's processes; with 75 GB of text or more, every part fills at least one shard.
 MOST_PARTS = 256
 # The tokenizer is trained on text from this many places in a corpus larger than train_bytes.
 SAMPLED_PARTS = 64
 # The version of the rule that holds out text; a preparation must end with the version with which it began.
 SPLIT_RULE = 4
-FEW_SEQUENCES = 64  # number of validation sequences below which the loss is too noisy
 CLAIM = "source.json"
 # The settings that do not change the data. Instead of locations, CLAIM has the text's fingerprint.
 NOT_DATA = ("output", "s3", "part", "processes", "merge", "corpus.path", "corpus.validation")
@@ -133,9 +123,6 @@ def run(cfg: PrepareConfig) -> int:
     )
     reads = "the tokenizer reads the corpus"
     say(unknown_share(counts.get("unknown_tokens", 0), counts.get("tokens", 0), reads))
-    if held_out < FEW_SEQUENCES:
-        few = f"the loss of only {held_out} validation sequences is noisy; give more text, or raise validation_fraction"
-        say(f"warning: {few} and choose another output", file=sys.stderr)
     return cli.DONE
 
 
@@ -305,33 +292,18 @@ def vocabulary_of(
 
     if folder.size(tokenizers.PUBLISHED) is None:
         own = cfg.tokenizer
-        sample = Sample()
         if own.pretrained is not None:
             made = tokenizers.load_tokenizer(own.pretrained)
-            sample.take(document.text for document in islice(corpus.documents(), MOST_SAMPLES))
         else:
             made = tokenizers.train_tokenizer(
-                sample.watched(training_texts(cfg, corpus, held_out)),
+                training_texts(cfg, corpus, held_out),
                 vocab_size=own.vocab_size,
                 train_bytes=own.train_bytes,
                 lowercase=own.lowercase,
                 strip_accents=own.strip_accents,
             )
-        check_coverage(cfg, made, sample.pieces)
         tokenizers.publish_tokenizer(made, folder)
     return tokenizers.published_vocabulary(folder)
-
-
-def check_coverage(
-    cfg: PrepareConfig, tokenizer: PreTrainedTokenizerFast, texts: list[str]
-) -> None:
-    """Raise InputError if the tokenizer cannot read the corpus."""
-    source = cfg.tokenizer.pretrained
-    name = "the new tokenizer"
-    if source is not None:
-        name = f"tokenizer.pretrained={source}"
-    # This is the share of a sample. The exact share is printed at the end.
-    unknown_share(*unknown_of(tokenizer, texts), f"{name} reads the corpus")
 
 
 def training_texts(cfg: PrepareConfig, corpus: Corpus, held_out: HeldOut) -> Iterator[str]:

@@ -7,13 +7,11 @@ These counts are plain numbers, so that the global count is known on the host be
 from __future__ import annotations
 
 import atexit
-import errno
 import multiprocessing
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,13 +19,12 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
-from train.config import Failure, check
 from train.data.batches.masking import IGNORE_INDEX, Masker
 from train.data.random_bits import hash_uniform
 from train.data.shards.format import ROW_TENSORS, ShardSet
 from train.data.shards.order import PADDING
 from train.machine.torchrun import leave_signals_to_the_parent
-from train.storage.atomic_io import warn_once
+from train.storage.atomic_io import free_bytes, warn_once
 
 Batch = dict[str, Any]
 MULTI_BATCH_ROWS = 1024  # at most this many sequences,
@@ -37,7 +34,7 @@ ORDER = 4
 SHARED_MEMORY = Path("/dev/shm")  # where loader processes put batches for their rank
 MOST_TMPDIR = 75  # bytes: sockets in it are named pymp-xxxxxxxx/listener-xxxxxxxx, and may have 107 bytes (unix(7))
 LARGER = "enlarge it (docker run --shm-size=8g), or lower data.num_workers, to 0 if necessary"
-CHECKED_ROWS = 1000  # sequences checked at the start: at most 1 % may have nothing to predict
+SHARED_BYTES = 2**30  # free space that loader processes need; a container has 64 MiB by default
 # The epoch that seeds every evaluation's masks, so that they are equal. Training never reaches it.
 EVAL_EPOCH = 2**40
 
@@ -107,11 +104,11 @@ class MaskedRows:
         sample: np.ndarray | None = None,
     ) -> None:
         """Mask rows of `shards`; a `swapper` first swaps segments. If there is a `sample` [n], items index its rows."""
-        self.shards, self.masker, self.swapper = shards, masker, swapper
+        self.shards = shards
+        self.masker = masker
+        self.swapper = swapper
         self.is_training = is_training
         self.sample = sample
-        self.num_drawn = 0  # sequences that were checked
-        self.num_without = 0  # those of them that have nothing to predict
         self.last_item = 0  # drawn in place of PADDING: this machine may lack the shards of others
 
     def __len__(self) -> int:
@@ -131,7 +128,6 @@ class MaskedRows:
         micro_batches = zip(tokens, epochs, rows, strict=True)
         masked = [self.masker(*micro_batch) for micro_batch in micro_batches]
         labels = np.stack([each.labels for each in masked])
-        self.check_labels(labels, is_padding)
         labels[is_padding] = IGNORE_INDEX
         segments = np.arange(tokens.shape[-1]) >= pivot[..., None]
         inputs = {
@@ -161,19 +157,6 @@ class MaskedRows:
             order = order.reshape(rows.shape)
         return tokens.reshape(*rows.shape, -1), pivot.reshape(rows.shape), order
 
-    def check_labels(self, labels: np.ndarray, is_padding: np.ndarray) -> None:
-        """Raise InputError if too many of the first sequences have nothing to predict."""
-        if self.num_drawn >= CHECKED_ROWS:
-            return
-        self.num_drawn += is_padding.size
-        is_empty = (labels == IGNORE_INDEX).all(-1) & ~is_padding
-        self.num_without += int(is_empty.sum())
-        check(
-            self.num_without <= CHECKED_ROWS // 100,
-            f"{self.num_without} of the first {self.num_drawn} sequences have no token that may be masked: the "
-            "tokenizer has no tokens for their characters; prepare them with another tokenizer",
-        )
-
 
 class MultiBatch(Dataset[Batch]):
     """A data set that draws several micro batches per call, because each call, and each tensor sent, costs time.
@@ -189,12 +172,7 @@ class MultiBatch(Dataset[Batch]):
         try:
             return self.dataset.draw(np.stack(micro_batches))
         except Exception as error:
-            return failed(error)
-
-
-def failed(error: Exception) -> Batch:
-    """Return what takes the place of batches that cannot be drawn or sent."""
-    return {"inputs": {}, "count": [], "tokens": [], "failure": error}
+            return {"inputs": {}, "count": [], "tokens": [], "failure": error}
 
 
 def failure_of(batches: Iterable[Batch]) -> Exception | None:
@@ -224,7 +202,8 @@ class Batches:
             what = f"data.num_workers={num_workers}: the rank reads its data itself, since {fault}"
             warn_once("loader", what)
             num_workers = 0
-        num_drawn = drawn_at_once(batch_size, multi_batch)
+        num_drawn = min(MULTI_BATCH, multi_batch or MULTI_BATCH, MULTI_BATCH_ROWS // batch_size)
+        num_drawn = max(1, num_drawn)
         self.groups = batched(order, num_drawn)
         self.dataset = MultiBatch(dataset)
         self.loader: DataLoader[Batch] | None = None
@@ -241,7 +220,7 @@ class Batches:
                 collate_fn=dict,  # MultiBatch has already built the batch
                 num_workers=num_workers,
                 pin_memory=pin_memory,
-                worker_init_fn=begin_worker,
+                worker_init_fn=leave_signals_to_the_parent,
                 generator=torch.Generator(),  # drawing from the default one would change dropout after a resume
                 **options,
             )
@@ -262,34 +241,15 @@ class Batches:
                 return
 
 
-def drawn_at_once(batch_size: int, multi_batch: int | None) -> int:
-    """Return how many micro batches are drawn together: at most `multi_batch`."""
-    return max(1, min(MULTI_BATCH, multi_batch or MULTI_BATCH, MULTI_BATCH_ROWS // batch_size))
-
-
 def worker_fault() -> str:
     """Return why this machine cannot have loader processes, which need shared memory and sockets; "" if it can."""
-    if not SHARED_MEMORY.is_dir():
-        return f"there is no {SHARED_MEMORY}"
+    if not SHARED_MEMORY.is_dir() or free_bytes(SHARED_MEMORY) < SHARED_BYTES:
+        has = f"{SHARED_MEMORY} has less than {SHARED_BYTES / 1e9:.2g} GB of free space"
+        return f"{has}; {LARGER}"
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) > MOST_TMPDIR:
         return f"TMPDIR={folder} is longer than {MOST_TMPDIR} bytes, too long for sockets"
     return ""
-
-
-def begin_worker(worker: int) -> None:
-    leave_signals_to_the_parent(worker)
-    # multiprocessing drops what it cannot send, and the rank would wait for it.
-    Queue._on_queue_feeder_error = send_failure  # type: ignore[attr-defined]
-
-
-def send_failure(queue: Queue[Any], error: Exception, unsent: tuple[int, Any]) -> None:
-    """Send, in place of a batch, the reason why a loader process could not send it. The rank then ends the run."""
-    cure = str(error)
-    if getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in cure:
-        cure = f"{SHARED_MEMORY} is full; {LARGER}"
-    failure = Failure(f"a loader process cannot send its batches: {cure}")
-    queue.put((unsent[0], failed(failure)))
 
 
 def end_workers() -> None:

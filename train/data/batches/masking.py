@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from train.data.random_bits import hash_bits, hash_uniform
-from train.data.text.words import WordEdges
 
 IGNORE_INDEX = -100  # torch's cross entropy skips it
 # Indices of a position's random numbers; loader.py uses 4.
@@ -43,7 +42,8 @@ class Masker:
     mask_id: int
     special_ids: tuple[int, ...]  # never hidden, never a replacement
     vocab_size: int
-    words: WordEdges | None = None  # used to hide whole words; None: hide single tokens
+    # [vocab] bool: the tokens that begin a word, to hide whole words; None: hide single tokens
+    words: np.ndarray | None = None
     special: np.ndarray = field(init=False, repr=False)
     replacements: np.ndarray = field(init=False, repr=False)
 
@@ -104,8 +104,8 @@ class Masker:
         begins = candidate
         if self.words is not None:
             after = np.ones_like(candidate)
-            after[:, 1:] = ~candidate[:, :-1] | self.words.ends[tokens[:, :-1]]
-            begins = candidate & (self.words.begins[tokens] | after)
+            after[:, 1:] = ~candidate[:, :-1]
+            begins = candidate & (self.words[tokens] | after)
         return (np.cumsum(begins, axis=1) - 1).clip(0)
 
     def _runs(self, bits: np.ndarray) -> np.ndarray:

@@ -15,7 +15,8 @@ MAX_WORDS = 10_000  # words per sentence; more suggest a file without blank line
 IN_FILES = {"tokens": "0", "tags": "-1"}  # read if data.columns has the default names
 DOCUMENT = "-DOCSTART-"  # marks the beginning of a document; not a word
 COMMENT = ("# ", "#\t")
-TABS, BLANKS = re.compile(r" *\t *"), re.compile(r"[ \t]+")
+TABS = re.compile(r" *\t *")
+BLANKS = re.compile(r"[ \t]+")
 UNIVERSAL = 10  # the column count of CoNLL-U, in which lines numbered 1-2 or 1.1 are not words
 NO_WORD = re.compile(r"\d+[-.]\d+")
 

@@ -18,7 +18,8 @@ from train.config import check, shortlist
 MAX_NUMBERS = 50  # numbers as labels; more are scores or ids, unless each has rows as a class has
 ROWS_OF_A_CLASS = 10  # rows per number on average
 MANY_LABELS = 20  # fewer labels are not compared with the number of rows
-TRUTHS, BITS = {"true", "false"}, {"0", "1"}
+TRUTHS = {"true", "false"}
+BITS = {"0", "1"}
 WHOLE = re.compile(r"-?\d+")
 PLAIN_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 # The decimal point may be a comma, thousands may be separated, and per cent may stand behind the number.

@@ -12,7 +12,7 @@ from typing import Any
 import datasets
 import pyarrow
 
-from train.config import ColumnsConfig, InputError, RecordsConfig, check, plural
+from train.config import ColumnsConfig, InputError, RecordsConfig, check
 from train.config.data import FILE_FORMATS, SUFFIXES
 from train.data.files.errors import LIBRARY_ERRORS, BadRow, naming
 from train.data.files.rows import (
@@ -20,12 +20,11 @@ from train.data.files.rows import (
     Values,
     csv_dialect,
     csv_rows,
-    holds_objects,
     json_rows,
     json_value,
     open_parquet,
 )
-from train.data.files.text import bounded_lines, bounded_text, line_end_of, open_text, start_of
+from train.data.files.text import bounded_lines, bounded_text, open_text, start_of
 from train.data.records.conll import conll_rows
 from train.data.records.kinds import holds
 from train.data.records.squad import is_squad, squad_rows
@@ -77,7 +76,7 @@ def file_table(path: Path, name: str, cfg: RecordsConfig, wanted: Collection[str
     }
 
     def rows() -> Iterator[LocatedRow]:
-        with open_text(path, cfg.encoding, newline=line_end_of(start)) as (file, _):
+        with open_text(path, cfg.encoding) as (file, _):
             for number, row in readers[form](bounded_lines(file, name)):
                 yield f"{name}:{number}", row
 
@@ -90,7 +89,8 @@ def rows_of_csv(
     text: Iterator[str], name: str, cfg: RecordsConfig
 ) -> Iterator[tuple[int, Values]]:
     """Yield each row with its line number, in the dialect of the settings. By default, a .tsv has tabs."""
-    delimiter, quotes = cfg.delimiter, cfg.quotes
+    delimiter = cfg.delimiter
+    quotes = cfg.quotes
     if delimiter == "," and name.lower().removesuffix(".gz").endswith(".tsv"):
         delimiter = "\t"
     if quotes == "auto" and delimiter == "\t":
@@ -123,12 +123,9 @@ def format_of(path: Path, name: str, cfg: RecordsConfig) -> str:
 
 
 def is_document(start: str) -> bool:
-    """Return whether a file that begins so is one JSON value, such as a list of rows, and has no row per line."""
+    """Return whether a file that begins so is one JSON list of rows, and has no row per line."""
     first, *more = start.strip().splitlines() or [""]
-    if first.startswith("["):
-        return not more or isinstance(json_value(first), BadRow)
-    is_open = first.rstrip().endswith(("{", "[", ",", ":"))
-    return bool(more) and first.startswith("{") and is_open
+    return first.startswith("[") and (not more or isinstance(json_value(first), BadRow))
 
 
 def read_document(path: Path, name: str, encoding: str) -> Any:
@@ -145,15 +142,8 @@ def read_document(path: Path, name: str, encoding: str) -> Any:
 
 
 def document_rows(path: Path, name: str, encoding: str) -> Iterator[LocatedRow]:
-    """Yield the rows of a file that is one JSON list of objects, or one object with such a list in it."""
-    document = read_document(path, name, encoding)
-    lists = [document]
-    if isinstance(document, dict):
-        lists = list(filter(holds_objects, document.values()))
-    cure = "write one row per line, as jq -c does, or pandas' to_json(FILE, orient='records', lines=True)"
-    found = f"one JSON object, with {plural(len(lists), 'list')} of rows"
-    check(len(lists) == 1, f"{name}: {found}; {cure}")
-    for number, row in enumerate(lists[0], 1):
+    """Yield the rows of a file that is one JSON list of objects."""
+    for number, row in enumerate(read_document(path, name, encoding), 1):
         if not isinstance(row, dict):
             row = BadRow(f"a {type(row).__name__} where an object should be")
         yield f"{name}, row {number}", row

@@ -13,7 +13,9 @@ from datasets import List, Value
 from train.config import ColumnsConfig, check
 from train.data.files.errors import BadRow, unreadable
 
-STRING, NUMBER, NUMBERS = Value("string"), Value("int32"), List(Value("int32"))
+STRING = Value("string")
+NUMBER = Value("int32")
+NUMBERS = List(Value("int32"))
 TOKENS = {  # columns of every token row
     "input_ids": NUMBERS,  # at most seq_len ids, including special tokens, without padding
     "second_at": NUMBER,  # index of segment 1's first token; the length if there is no segment 1
@@ -121,14 +123,16 @@ class Row:
 
     def text(self, key: str) -> str:
         """Return a key's value as text. Raises BadRow if it is not a string, or has invalid characters."""
-        value, column = self.value(key), self.columns[key]
+        value = self.value(key)
+        column = self.columns[key]
         if not isinstance(value, str):
             raise BadRow(f"{column} holds {value!r:.40} ({type(value).__name__}), not a string")
         return self.checked(value)
 
     def texts(self, key: str) -> list[str]:
         """Return a key's list of texts. Raises BadRow if the value is not a list of strings, or if one is blank."""
-        values, column = self.value(key), self.columns[key]
+        values = self.value(key)
+        column = self.columns[key]
         ok = isinstance(values, list) and all(isinstance(text, str) for text in values)
         if not ok or not values:
             raise BadRow(f"{column} holds {values!r:.40}, not a list of strings")

@@ -79,7 +79,8 @@ def label_of_row(row: Row, example: dict[str, Any], kind: RowKind, labels: Label
 
     Raises BadRow if it has none.
     """
-    value, column = row.value(kind.target), ", ".join(names_in(row.columns[kind.target]))
+    value = row.value(kind.target)
+    column = ", ".join(names_in(row.columns[kind.target]))
     if kind.takes_words:
         return labels_of_each(row, value, example[kind.split_by], kind, labels)
     if kind.takes_lists:

@@ -39,7 +39,7 @@ class S3File:
 
     def copy(self, scratch: Path) -> Path:
         """Copy the file into the folder of its location's copies, and return its path."""
-        path = copies_of(self.location, scratch) / self.name
+        path = scratch / "s3" / sha256_json(self.location)[:16] / self.name
         self.head()  # raises InputError if it does not exist
         with naming(f"{path} cannot be written", (OSError,)):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,10 +48,6 @@ class S3File:
 
 
 File = Path | S3File
-
-
-def copies_of(location: str, scratch: Path) -> Path:
-    return scratch / "s3" / sha256_json(location)[:16]
 
 
 def local_copy(file: File, scratch: Path) -> Path:
@@ -71,22 +67,11 @@ def stamp(file: File) -> list[Any]:
     return [str(file.absolute()), status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
-def s3_folder(location: str, s3: S3Config) -> S3Folder:
-    from train.storage.s3 import S3Folder  # imported here because boto3 is slow to import
-
-    return S3Folder(location, s3)
-
-
-def all_files(location: str, s3: S3Config) -> list[File]:
-    """Return the files of a folder on disk or in S3. Raises InputError if there is no such folder, or it is empty."""
-    if not is_s3(location):
-        root = local_path(location)
-        check(root.is_dir(), f"data.path={location} is not a folder")
-        return [path for path in sorted(root.rglob("*")) if path.is_file()]
-    folder = s3_folder(location, s3)
-    names = folder.names()
-    check(bool(names), f"data.path={location} is empty")
-    return [S3File(folder, folder.location, name) for name in names]
+def all_files(location: str) -> list[Path]:
+    """Return the files of a folder on disk. Raises InputError if there is no such folder."""
+    root = local_path(location)
+    check(root.is_dir() and not is_s3(location), f"data.path={location} is not a folder on disk")
+    return [path for path in sorted(root.rglob("*")) if path.is_file()]
 
 
 def find(location: str, key: str, pattern: str | None, s3: S3Config) -> list[File]:
@@ -114,7 +99,8 @@ def find_beside(root: Path, key: str, pattern: str) -> list[File]:
     # A file in a folder that the user named may lead nowhere else; a path that the user typed may.
     inside: Path | None = root
     if root.is_file():
-        root, inside = root.parent, None
+        root = root.parent
+        inside = None
     if Path(pattern).is_absolute() or ".." in Path(pattern).parts:
         inside = None
     exact = root / pattern  # a file's name may contain characters that are special in globs
@@ -127,10 +113,12 @@ def find_beside(root: Path, key: str, pattern: str) -> list[File]:
 
 
 def find_in_s3(location: str, key: str, pattern: str | None, s3: S3Config) -> list[File]:
+    from train.storage.s3 import S3Folder  # imported here because boto3 is slow to import
+
     if is_named(location):
         location, _, own = location.rpartition("/")
         pattern = pattern or own
-    folder = s3_folder(location, s3)
+    folder = S3Folder(location, s3)
     if pattern is None:
         names = [only_one(folder.location, key, list(filter(is_named, folder.names())))]
     elif glob.has_magic(pattern):

@@ -13,7 +13,8 @@ from train.data.files.errors import LIBRARY_ERRORS, naming
 from train.storage.foreign import check_folder, read_whole
 from train.storage.schema import BadContent, FileName, of_type, read_object
 
-SPLITS_FILE, STATE_FILE = "dataset_dict.json", "state.json"
+SPLITS_FILE = "dataset_dict.json"
+STATE_FILE = "state.json"
 MARKS = {SPLITS_FILE, STATE_FILE, "dataset_info.json"}  # names of files that save_to_disk writes
 
 

@@ -21,14 +21,12 @@ from train.data.records.located import (
     MAX_LISTED,
     File,
     all_files,
-    copies_of,
     find,
     local_copy,
-    s3_folder,
     stamp,
 )
 from train.data.records.saved import MARKS, saved_splits
-from train.storage.folders import LocalFolder, at_once, is_s3, local_path, sha256_json
+from train.storage.folders import at_once, is_s3, local_path, sha256_json
 from train.storage.hub_access import asking_hub, is_at_hub, why_missing
 
 NO_ROWS = ""  # the value of data.train in a run without training, which reads no training rows
@@ -47,18 +45,14 @@ def layout(cfg: RecordsConfig, s3: S3Config) -> str:
         return "files"
     if cfg.format != "auto":
         return cfg.format
-    if is_named(cfg.path):
+    if is_named(cfg.path) or is_s3(cfg.path):
         return "files"
-    if is_s3(cfg.path):
-        return saved_or_files(s3_folder(cfg.path, s3).names_here())
     path = local_path(cfg.path)
-    if path.is_dir():
-        return saved_or_files(LocalFolder(path).names_here())
-    return "hub" if is_at_hub(cfg.path) else "files"
-
-
-def saved_or_files(names: set[str]) -> str:
-    return "saved" if MARKS & names else "files"
+    if any((path / name).exists() for name in MARKS):
+        return "saved"
+    if is_at_hub(cfg.path):
+        return "hub"
+    return "files"
 
 
 def version(cfg: RecordsConfig, s3: S3Config) -> str:
@@ -138,23 +132,18 @@ class FileSource:
 
 @dataclass(frozen=True)
 class SavedSource:
-    """A folder that save_to_disk wrote, on disk or in S3."""
+    """A folder on disk that save_to_disk wrote."""
 
     cfg: RecordsConfig
     s3: S3Config
 
     def version(self) -> Any:
-        return list(at_once(stamp, all_files(self.cfg.path, self.s3)))
+        return list(at_once(stamp, all_files(self.cfg.path)))
 
     def tables(self, wanted: Collection[str], scratch: Path) -> dict[str, list[Table]]:
         path = self.cfg.path
-        for file in all_files(path, self.s3):
-            local_copy(file, scratch)
-        if is_s3(path):
-            folder = copies_of(s3_folder(path, self.s3).location, scratch)
-        else:
-            folder = local_path(path)
-        return named_tables(saved_splits(folder, path, split_names(self.cfg)), self.cfg, wanted)
+        splits = saved_splits(local_path(path), path, split_names(self.cfg))
+        return named_tables(splits, self.cfg, wanted)
 
 
 @dataclass(frozen=True)
@@ -175,7 +164,7 @@ class HubSource:
     def version(self) -> Any:
         """Return the commit that `datasets` reports (offline: the commit in its cache), or the folder's files."""
         if self.is_folder:
-            return list(at_once(stamp, all_files(self.cfg.path, self.s3)))
+            return list(at_once(stamp, all_files(self.cfg.path)))
         with self.naming():
             commit = open_builder(
                 self.cfg.path, name=self.cfg.name, revision=self.cfg.revision
@@ -200,7 +189,8 @@ class HubSource:
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        path, hint = self.cfg.path, "; without the Hub, use a file or folder: data.path=FOLDER"
+        path = self.cfg.path
+        hint = "; without the Hub, use a file or folder: data.path=FOLDER"
         if self.is_folder:
             hint = ""
         if not sys.stderr.isatty():

@@ -56,7 +56,8 @@ def facts_of_split(
 
 def cut_words(*, rows: int, tokens: int, notes: Mapping[str, float], seq_len: int) -> str:
     """Return a sentence about rows cut at `seq_len` and their lost tokens; "" if none. `tokens`: the rows' tokens."""
-    num_cut, lost = int(notes.get("truncated", 0)), int(notes.get("tokens_cut", 0))
+    num_cut = int(notes.get("truncated", 0))
+    lost = int(notes.get("tokens_cut", 0))
     loss = f"{lost:,} of {tokens + lost:,} tokens ({lost / max(1, tokens + lost):.1%}) are lost"
     if num_cut:
         return f"{num_cut:,} of {rows:,} rows are cut at {seq_len} tokens: {loss}"

@@ -175,7 +175,8 @@ def make(
     changed = f"data.path={data.path} changed while it was being read; start again"
     check(version(data, cfg.s3) == now, changed)
     featurizer.labels = raw.labels
-    splits, tokens = {}, {}
+    splits = {}
+    tokens = {}
     for split, examples in raw.splits.items():
         tokens[split] = make_features(featurizer, split, examples, scratch)
         tokens[split].save_to_disk(str(folder / split))

@@ -98,7 +98,9 @@ class TokenRows:
         missing = ", ".join(sorted(needed - set(table.column_names)))
         known = f"there are {shortlist(table.column_names)}"
         check(not missing, f"the data has no column {missing}; {known}")
-        self.pad_id, self.lengths, self.weights = pad_id, tuple(lengths), weights
+        self.pad_id = pad_id
+        self.lengths = tuple(lengths)
+        self.weights = weights
         # Rows are mapped from disk. They are copied only if the table is a selection.
         arrow = table.with_format("arrow")[:]
         self.tokens = Lists(arrow.column("input_ids"))
@@ -147,7 +149,8 @@ class TokenRows:
         is_padding = (plain == PADDING).ravel()
         rows = plain.ravel() % len(self)
         if is_padding.all():
-            rows[:], bucket = self.shortest_row, self.bucket_of[self.shortest_row]
+            rows[:] = self.shortest_row
+            bucket = self.bucket_of[self.shortest_row]
         rows[is_padding] = rows[is_padding.argmin()]
         seq_len = self.lengths[bucket]
         inputs, lengths = self._tokens(rows, seq_len)

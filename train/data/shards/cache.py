@@ -58,7 +58,8 @@ def launch_name() -> str:
     """Return a name that is the same for all ranks of this launch on this machine, and different for other launches."""
     if launched().world_size == 1:
         return uuid.uuid4().hex
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    address = os.environ.get("MASTER_ADDR")
+    port = os.environ.get("MASTER_PORT")
     return f"{platform.node()}-{address}-{port}".replace("/", "-")
 
 
@@ -74,7 +75,8 @@ class ShardCache:
     """The cache of one data set, as one run uses it. Raises InputError if its folder cannot be made."""
 
     def __init__(self, cfg: ShardsConfig, manifest: DataManifest) -> None:
-        self.cfg, self.manifest = cfg, manifest
+        self.cfg = cfg
+        self.manifest = manifest
         self.folder = make_folder(cache_dir(cfg) / manifest.id[:16])
         self.run = self.folder / "runs" / launch_name()
         self.state = self.run / "fetcher.json"
@@ -161,7 +163,10 @@ class ShardCache:
         while not self.locked(file, alone=alone):
             if time.monotonic() > until_s:
                 file.close()
-                raise InputError(self.conflict(alone=alone))
+                needs = f"another run needs {self.folder} for itself"
+                if alone:
+                    needs = f"another run uses {self.folder}, and not all of the data fits"
+                raise InputError(f"{needs}; set another data.cache_dir for one of them")
             time.sleep(POLL_S)
         shutil.rmtree(self.run, ignore_errors=True)
         self.run.mkdir(parents=True)
@@ -173,12 +178,6 @@ class ShardCache:
             if alone:
                 return True
         return not alone and locked(file, fcntl.LOCK_SH)
-
-    def conflict(self, *, alone: bool) -> str:
-        cure = "set another data.cache_dir for one of them"
-        if alone:
-            return f"another run uses {self.folder}, and not all of the data fits; {cure}"
-        return f"another run needs {self.folder} for itself; {cure}"
 
     def tell(self, pid: int, faults: Mapping[str, str]) -> None:
         """Tell readers which process fetches shards, and which shards it cannot get."""

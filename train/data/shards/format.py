@@ -225,13 +225,16 @@ class ShardSet:
         split: str,
         wait: Callable[[Sequence[Shard]], None] | None = None,
     ) -> None:
-        self.folder, self.shards, self.wait = folder, manifest.splits[split], wait
+        self.folder = folder
+        self.shards = manifest.splits[split]
+        self.wait = wait
         self.first_rows = np.cumsum([0, *(shard.rows for shard in self.shards)])
         # The tensors of the mapped shards, at most MAPPED_SHARDS, most recently used last.
         self.maps: dict[int, dict[str, np.ndarray]] = {}
         # Reading ahead helps only if a row's neighbours are still in memory when their turn comes.
         self.reads_ahead = sum(shard.bytes for shard in self.shards) <= total_memory_bytes()
-        self.seq_len, self.dtype = manifest.seq_len, np.dtype(manifest.dtype)
+        self.seq_len = manifest.seq_len
+        self.dtype = np.dtype(manifest.dtype)
         self.vocab_size = manifest.tokenizer.vocab_size
         # The shape and dtype of a row in each tensor.
         self.layout: dict[str, tuple[tuple[int, ...], np.dtype]] = {
@@ -338,7 +341,8 @@ def map_tensors(path: Path, *, reads_ahead: bool = True) -> dict[str, np.ndarray
         layout, first = read_header(head)
         data = torch.from_file(str(path), size=file_bytes, dtype=torch.uint8).numpy()
         if not reads_ahead:
-            address, length = ctypes.c_void_p(data.ctypes.data), ctypes.c_size_t(data.nbytes)
+            address = ctypes.c_void_p(data.ctypes.data)
+            length = ctypes.c_size_t(data.nbytes)
             LIBC.madvise(address, length, mmap.MADV_RANDOM)
         for name, stored in layout.items():
             begin, end = stored["data_offsets"]

@@ -94,8 +94,10 @@ class Fetcher:
     """The work of the prefetching process."""
 
     def __init__(self, downloader: Downloader, wanted: Wanted, *, deletes: bool) -> None:
-        self.downloader, self.cache = downloader, downloader.cache
-        self.wanted, self.deletes = wanted, deletes
+        self.downloader = downloader
+        self.cache = downloader.cache
+        self.wanted = wanted
+        self.deletes = deletes
         self.changed = Condition()  # guards the next three attributes
         self.files: set[str] = set()  # what the cache should contain
         self.queue: deque[Shard] = deque()

@@ -33,7 +33,8 @@ class PreparedData:
 
     def __init__(self, cfg: ShardsConfig, s3: S3Config, *, looks: bool = True) -> None:
         """Open the data. `looks`: check the lengths of local files. Raises InputError if the data is unusable."""
-        self.cfg, self.s3 = cfg, s3
+        self.cfg = cfg
+        self.s3 = s3
         self.source = open_folder(cfg.path, s3)
         self.manifest = read_manifest(self.source)
         self.cache: ShardCache | None = None
@@ -121,17 +122,16 @@ class PreparedData:
 
 
 def announce(manifest: DataManifest, order: ShardSampler) -> None:
-    """Log how much data this machine reads, and how much of it is needed before the first step."""
+    """Log how much data this machine reads."""
     train = manifest.splits["train"]
     part = [train[number] for number in order.lanes.shards_of(order.lanes_here)]
     part += held_out(manifest, order)
-    first = {number: train[number] for number in order.upcoming_shards()[0]}
-    of_data = (len(part), len(manifest.shards), size_of(part), size_of(manifest.shards))
     logger.info(
-        "shards: this machine reads %d of %d (%s of %s), %d of them (%s) before the first step",
-        *of_data,
-        len(first),
-        size_of(first.values()),
+        "shards: this machine reads %d of %d (%s of %s)",
+        len(part),
+        len(manifest.shards),
+        size_of(part),
+        size_of(manifest.shards),
     )
 
 

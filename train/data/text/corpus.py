@@ -220,19 +220,14 @@ def stream(dataset: HFDataset) -> Any:
     Raises InputError if the data set cannot be opened, or has no such column.
     """
     with opening(dataset):
-        rows = builder_of(dataset).as_streaming_dataset(split=dataset.split)
+        builder = open_builder(
+            hub_or_path(dataset.path), name=dataset.name, data_files=data_files(dataset)
+        )
+        rows = builder.as_streaming_dataset(split=dataset.split)
     if rows.column_names is None:
         return rows
     check_column(dataset.column, rows.column_names, f"data set {dataset.path}")
     return rows.select_columns([dataset.column])
-
-
-def builder_of(dataset: HFDataset) -> Any:
-    """Return the builder of a data set, which has found its files. Raises InputError if it cannot be opened."""
-    with opening(dataset):
-        return open_builder(
-            hub_or_path(dataset.path), name=dataset.name, data_files=data_files(dataset)
-        )
 
 
 @contextmanager
@@ -259,7 +254,8 @@ def texts_of(dataset: HFDataset, rows: Iterable[dict[str, Any]], file: int) -> I
 
 def local_files(dataset: HFDataset) -> list[Path]:
     """Return the files of a data set if it is on this machine; [] if it is on the Hub."""
-    path, files = hub_or_path(dataset.path), data_files(dataset)
+    path = hub_or_path(dataset.path)
+    files = data_files(dataset)
     if Path(path).is_dir():
         folder = glob.escape(path)
     else:

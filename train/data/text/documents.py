@@ -25,7 +25,8 @@ class Reading:
     is_validation: bool = False  # True for corpus.validation
 
 
-ONCE, OF_VALIDATION = Reading(), Reading(is_validation=True)
+ONCE = Reading()
+OF_VALIDATION = Reading(is_validation=True)
 
 
 def readings(weights: list[int] | None, sources: list[str]) -> list[Reading]:

@@ -78,11 +78,15 @@ class Encoded:
 
 
 def starts_of(tokenizer: Tokenizer) -> np.ndarray:
-    """Return [vocab] bool: True for pieces that begin a word (Metaspace, byte-level and WordPiece spelling)."""
+    """Return [vocab] bool: True for pieces that begin a word (Metaspace, byte-level and WordPiece spelling).
+
+    True for all pieces if none is spelt so, as in a vocabulary of whole words.
+    """
     pieces = [tokenizer.id_to_token(i) or "" for i in range(tokenizer.get_vocab_size())]
     if any(piece.startswith("##") for piece in pieces):
         return np.array([not piece.startswith("##") for piece in pieces])
-    return np.array([piece.startswith(("▁", "Ġ")) for piece in pieces])
+    starts = np.array([piece.startswith(("▁", "Ġ")) for piece in pieces])
+    return starts | ~starts.any()
 
 
 def chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -117,7 +121,9 @@ def encode(documents: list[Document], tokenizer: Tokenizer, is_text: np.ndarray)
 
 def encoded(documents: Iterable[Document], vocabulary: Vocabulary) -> Iterator[Encoded]:
     """Yield encoded documents in order, a chunk at a time, while a thread encodes the next chunks."""
-    tokenizer, info, source = vocabulary.open(), vocabulary.info, chunks(documents)
+    tokenizer = vocabulary.open()
+    info = vocabulary.info
+    source = chunks(documents)
     is_text = np.ones(info.vocab_size, bool)
     # only packing inserts these
     is_text[[info.cls_id, info.sep_id, info.mask_id, info.pad_id]] = False

@@ -54,7 +54,9 @@ class Packer:
         length = self.seq_len - 3
         ends = np.flatnonzero(stream == self.sep_id)
         next_ends = [*ends.tolist(), len(stream) + length]
-        starts, position, nearest = [], 0, 0
+        starts = []
+        position = 0
+        nearest = 0
         while position + length + 1 <= len(stream):
             nearest = bisect_left(next_ends, position, nearest)
             if next_ends[nearest] == position:  # the document ended with the previous sequence
@@ -63,9 +65,11 @@ class Packer:
             starts.append(position)
             position += length + (next_ends[nearest] < position + length)
         first = np.array(starts, np.int64)
-        middle, far = first + length // 2, 2 * len(stream)
+        middle = first + length // 2
+        far = 2 * len(stream)
         place = np.searchsorted(ends, middle)
-        before, after = np.concatenate([[-far], ends])[place], np.concatenate([ends, [far]])[place]
+        before = np.concatenate([[-far], ends])[place]
+        after = np.concatenate([ends, [far]])[place]
         cuts = np.where(middle - before <= after - middle, before, after) - first
         at_end = (cuts > 0) & (cuts < length)
         return first, np.where(at_end, cuts, -1), at_end, position

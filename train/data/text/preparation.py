@@ -1,22 +1,17 @@
-"""Token shards from the parts of a corpus, and their manifest. An interrupted part resumes after its last shard."""
+"""Token shards from the parts of a corpus, and their manifest. An interrupted part starts over."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
 
-from train.config import CorpusConfig, InputError, PrepareConfig, check, shortlist
+from train.config import InputError, PrepareConfig, check, shortlist
 from train.data.files.errors import naming
 from train.data.random_bits import text_uniform
 from train.data.shards.format import (
-    ROW_TENSORS,
     SPLITS,
     DataManifest,
     Rows,
@@ -26,12 +21,12 @@ from train.data.shards.format import (
     write_shard,
 )
 from train.data.text.corpus import Corpus
-from train.data.text.coverage import UnusableText, unknown_share
+from train.data.text.coverage import unknown_share
 from train.data.text.documents import CorpusPart, Document
 from train.data.text.encoding import Encoded, Vocabulary, encoded, id_dtype, starts_of
 from train.data.text.guessing import neighbour_accuracy, unigram_entropy
 from train.data.text.packing import Packer
-from train.storage.folders import Folder, at_once, sha256_bytes
+from train.storage.folders import Folder, at_once, canonical_json, sha256_bytes
 from train.storage.schema import read_object, record
 
 SHARD_BYTES = 64 * 2**20  # the size of a shard unless rows_per_shard is set
@@ -40,7 +35,6 @@ ROWS_APART = 2**40
 STATE_NAMES = "part-"  # prefix of the files with the parts' states
 # A larger corpus is not read twice to measure it: random choice is precise enough.
 MOST_WEIGHED_CHARS = 64 * 2**20
-TOKENS_OF = "train_tokens_"  # prefix of a count's name, before the number of the corpus (from 1)
 
 # Called with the bytes of text processed since the previous call.
 Report = Callable[[int], None]
@@ -103,19 +97,12 @@ def choose_held_out(corpus: Corpus, fraction: float, seed: int) -> HeldOut:
     return HeldOut(seed, found[count][0] if count < len(found) else 1.0)
 
 
-def corpora_counts(cfg: CorpusConfig) -> list[str]:
-    """Return the names of the counts of training tokens of each of several corpora."""
-    if len(cfg.sources) == 1:
-        return []
-    return [f"{TOKENS_OF}{number}" for number in range(1, len(cfg.sources) + 1)]
-
-
 def label(part: CorpusPart) -> str:
     return f"{part.index + 1:0{len(str(part.count))}}of{part.count}"
 
 
 def state_name(part: CorpusPart) -> str:
-    return f"{STATE_NAMES}{label(part)}.safetensors"
+    return f"{STATE_NAMES}{label(part)}.json"
 
 
 def shard_name(split: str, part: CorpusPart, index: int) -> str:
@@ -125,47 +112,28 @@ def shard_name(split: str, part: CorpusPart, index: int) -> str:
     return f"{split}-{label(part)}-{index:05d}.safetensors"
 
 
-def rows_of_shard(seq_len: int, dtype: np.dtype) -> int:
-    """Return how many sequences (tokens, pivot and same_document) fill about SHARD_BYTES."""
-    return max(1, SHARD_BYTES // (seq_len * dtype.itemsize + 3))
-
-
 @dataclass(frozen=True)
 class PartState:
-    """The state of a part, from which a later process continues and which the merge reads."""
+    """The result of a finished part, which the merge reads."""
 
     identity: str  # the identity of the preparation (see Recipe)
     tokenizer: TokenizerInfo
-    finished: bool
     shards: dict[str, list[Shard]]
-    done: dict[str, int]  # documents, source_bytes, tokens, unknown_tokens
-    next_row: dict[str, int]
-    # Arrays of numpy: token_counts, and each split's tokens and sequences that are not in a shard.
-    arrays: dict[str, Any]
-
-    def to_bytes(self) -> bytes:
-        facts = asdict(replace(self, arrays={}))
-        del facts["arrays"]
-        arrays = {**self.arrays, "facts": np.frombuffer(json.dumps(facts).encode(), np.uint8)}
-        return save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
-
-    @staticmethod
-    def from_bytes(content: bytes) -> PartState:
-        arrays = load(content)
-        return record(PartState, {**read_object(arrays.pop("facts").tobytes()), "arrays": arrays})
+    done: dict[str, int]  # documents, source_bytes, tokens, unknown_tokens, ...
+    left: dict[str, int]  # each split's tokens that fill no sequence
+    token_counts: list[int]  # [vocab], in the training split
 
 
 def read_state(folder: Folder, part: CorpusPart, identity: str) -> PartState | None:
-    """Return a part's state; None if there is none. Raises InputError if it is damaged or from another preparation."""
+    """Return a part's state; None if it is not finished. Raises InputError if it is damaged or of other settings."""
     name = state_name(part)
     try:
         content = folder.read(name)
     except FileNotFoundError:
         return None
     path = f"{folder.location}/{name}"
-    unreadable = (SafetensorError, ValueError, KeyError, TypeError)
-    with naming(f"{path} is damaged", unreadable, "; remove it and prepare the part again"):
-        state = PartState.from_bytes(content)
+    with naming(f"{path} is damaged", (), "; remove it and prepare the part again"):
+        state: PartState = record(PartState, read_object(content))
     says = f"{path} is from a preparation with other settings; choose another output"
     check(state.identity == identity, says)
     return state
@@ -184,28 +152,33 @@ class Recipe:
 def prepare_part(
     recipe: Recipe, folder: Folder, corpus: Corpus, part: CorpusPart, report: Report
 ) -> None:
-    """Write a part's shards and its state. An unfinished part is continued; a finished one is left unchanged."""
-    work = Preparation(recipe, folder, part)
-    finished = work.resume()
-    report(work.done["source_bytes"])
-    if finished:
+    """Write a part's shards and then its state. A finished part is left unchanged; another one starts over."""
+    state = read_state(folder, part, recipe.identity)
+    if state is not None:
+        report(state.done["source_bytes"])
         return
-    documents = islice(corpus.documents(part), work.done["documents"], None)
-    for chunk in encoded(documents, recipe.vocabulary):
+    work = Preparation(recipe, folder, part)
+    for chunk in encoded(corpus.documents(part), recipe.vocabulary):
         work.add(chunk)
         report(sum(document.source_bytes for document in chunk.documents))
-    work.flush(finished=True)
+    work.finish()
 
 
 class Preparation:
     """The packing of one part's documents into shards."""
 
     def __init__(self, recipe: Recipe, folder: Folder, part: CorpusPart) -> None:
-        self.folder, self.part, self.identity = folder, part, recipe.identity
-        self.vocabulary, self.held_out = recipe.vocabulary, recipe.held_out
-        info, dtype = self.vocabulary.info, self.vocabulary.dtype
+        self.folder = folder
+        self.part = part
+        self.identity = recipe.identity
+        self.vocabulary = recipe.vocabulary
+        self.held_out = recipe.held_out
+        info = self.vocabulary.info
+        dtype = self.vocabulary.dtype
         seq_len = recipe.cfg.seq_len
-        self.rows_per_shard = recipe.cfg.rows_per_shard or rows_of_shard(seq_len, dtype)
+        # 3: pivot and same_document
+        row_bytes = seq_len * dtype.itemsize + 3
+        self.rows_per_shard = recipe.cfg.rows_per_shard or max(1, SHARD_BYTES // row_bytes)
         word_starts = starts_of(self.vocabulary.open())
         self.packers = {
             split: Packer(
@@ -219,87 +192,72 @@ class Preparation:
             )
             for number, split in enumerate(SPLITS)
         }
-        nothing = np.empty(0, np.int32), np.empty(0, np.int64)
-        self.pending: dict[str, list[Rows]] = {
-            split: [packer.add(*nothing)] for split, packer in self.packers.items()
-        }
+        # sequences that are not in a shard
+        self.pending: dict[str, list[Rows]] = {split: [] for split in SPLITS}
         self.shards: dict[str, list[Shard]] = {split: [] for split in SPLITS}
         counts = ["documents", "source_bytes", "tokens", "unknown_tokens", "validation_pairs"]
-        counts += corpora_counts(recipe.cfg.corpus)
         self.done = dict.fromkeys(counts, 0)
         self.token_counts = np.zeros(info.vocab_size, np.int64)  # [vocab], in the training split
 
     def add(self, chunk: Encoded) -> None:
         """Pack a chunk, and write each shard that is then full."""
         split_of = [self.held_out.split_of(document) for document in chunk.documents]
+        self.count(chunk)
         for split in SPLITS:
             is_in = np.array([each == split for each in split_of])
             tokens = chunk.tokens[np.repeat(is_in, chunk.lengths)]
-            self.pending[split].append(self.packers[split].add(tokens, chunk.lengths[is_in]))
+            rows = self.packers[split].add(tokens, chunk.lengths[is_in])
+            self.pending[split].append(rows)
             if split == "train":
                 self.token_counts += np.bincount(tokens, minlength=len(self.token_counts))
-        self.count(chunk, split_of)
-        if any(sum(map(len, rows)) >= self.rows_per_shard for rows in self.pending.values()):
-            self.flush(finished=False)
+            else:
+                # Pairs are sequences for sentence-order prediction: both segments are from one document.
+                self.done["validation_pairs"] += int(rows.same_document.sum())
+            if sum(map(len, self.pending[split])) >= self.rows_per_shard:
+                self.check_unknown()
+                self.write_shards(split)
 
-    def count(self, chunk: Encoded, split_of: list[str | None]) -> None:
+    def count(self, chunk: Encoded) -> None:
         done = self.done
         done["documents"] += len(chunk.documents)
         done["source_bytes"] += sum(document.source_bytes for document in chunk.documents)
         done["tokens"] += len(chunk.tokens)
         if self.vocabulary.unk_id is not None:
             done["unknown_tokens"] += int((chunk.tokens == self.vocabulary.unk_id).sum())
-        documents = zip(chunk.documents, split_of, chunk.lengths.tolist(), strict=True)
-        for document, split, num_tokens in documents:
-            of_corpus = f"{TOKENS_OF}{document.reading.corpus + 1}"
-            if split == "train" and of_corpus in done:
-                done[of_corpus] += num_tokens
 
-    def flush(self, *, finished: bool) -> None:
-        """Write the pending sequences that fill whole shards (all of them if `finished`), then the state."""
+    def check_unknown(self) -> None:
+        """Raise InputError if too many of the tokens so far are unknown."""
+        done = self.done
+        unknown_share(done["unknown_tokens"], done["tokens"], "the tokenizer reads the corpus")
+
+    def write_shards(self, split: str, *, finished: bool = False) -> None:
+        """Write the pending sequences that fill whole shards, or all of them if `finished`."""
         size = self.rows_per_shard
-        arrays = {"token_counts": self.token_counts}
-        for split, parts in self.pending.items():
-            rows = Rows.concatenate(parts)
-            if finished:
-                whole = len(rows)
-            else:
-                whole = len(rows) // size * size
-            # Pairs are sequences for sentence-order prediction: both segments are from one document.
-            if split == "validation":
-                self.done["validation_pairs"] += int(rows.same_document[:whole].sum())
-            for first in range(0, whole, size):
-                name = shard_name(split, self.part, len(self.shards[split]))
-                shard = write_shard(self.folder, name, rows[first : min(first + size, whole)])
-                self.shards[split].append(shard)
-            rest = Rows.concatenate([rows[whole:]])  # a copy, so that the written rows are freed
-            self.pending[split] = [rest]
-            tensors = {"stream": self.packers[split].stream, **vars(rest)}
-            arrays |= {f"{split}.{name}": tensor for name, tensor in tensors.items()}
+        rows = Rows.concatenate(self.pending[split])
+        whole = len(rows)
+        if not finished:
+            whole -= len(rows) % size
+        for first in range(0, whole, size):
+            name = shard_name(split, self.part, len(self.shards[split]))
+            shard = write_shard(self.folder, name, rows[first : min(first + size, whole)])
+            self.shards[split].append(shard)
+        rest = Rows.concatenate([rows[whole:]])  # a copy, so that the written rows are freed
+        self.pending[split] = [rest]
+
+    def finish(self) -> None:
+        """Write the last shards and the state."""
+        for split, pending in self.pending.items():
+            if pending:
+                self.write_shards(split, finished=True)
         state = PartState(
             identity=self.identity,
             tokenizer=self.vocabulary.info,
-            finished=finished,
             shards=self.shards,
             done=self.done,
-            next_row={split: packer.next_row for split, packer in self.packers.items()},
-            arrays=arrays,
+            left={split: len(packer.stream) for split, packer in self.packers.items()},
+            token_counts=self.token_counts.tolist(),
         )
-        self.folder.write(state_name(self.part), state.to_bytes())
-
-    def resume(self) -> bool:
-        """Continue from the state that an earlier process left, if any. Returns whether the part is finished."""
-        state = read_state(self.folder, self.part, self.identity)
-        if state is None:
-            return False
-        self.token_counts = state.arrays["token_counts"].copy()
-        self.done, self.shards = state.done, state.shards
-        for split, packer in self.packers.items():
-            packer.stream = state.arrays[f"{split}.stream"]
-            packer.next_row = state.next_row[split]
-            tensors = [state.arrays[f"{split}.{name}"] for name in ROW_TENSORS]
-            self.pending[split] = [Rows(*tensors)]
-        return state.finished
+        self.folder.write(state_name(self.part), canonical_json(asdict(state)))
 
 
 def merge(
@@ -307,8 +265,8 @@ def merge(
 ) -> DataManifest:
     """Write the manifest of a preparation whose parts are all finished, and remove the files with their states.
 
-    Raises InputError if parts are missing or from another tokenizer; the message names them. Raises UnusableText if a
-    split is shorter than one sequence, or if too many tokens are unknown.
+    Raises InputError if parts are missing or from another tokenizer (the message names them), if a split is shorter
+    than one sequence, or if too many tokens are unknown.
     """
     states = finished_states(folder, num_parts, identity)
     info = next(iter(states.values())).tokenizer
@@ -326,11 +284,11 @@ def merge(
     unknown_share(counts["unknown_tokens"], counts["tokens"], "the tokenizer reads the corpus")
     for split in SPLITS:
         if not splits[split]:
-            tokens = sum(len(state.arrays[f"{split}.stream"]) for state in states.values())
+            tokens = sum(state.left[split] for state in states.values())
             hint = "add text, raise validation_fraction or lower seq_len"
             what = f"the {split} split has {tokens} tokens, less than one sequence of {seq_len}"
-            raise UnusableText(f"{what}; {hint}")
-    token_counts = np.sum([state.arrays["token_counts"] for state in states.values()], 0)
+            raise InputError(f"{what}; {hint}")
+    token_counts = np.sum([state.token_counts for state in states.values()], 0)
     counts["unigram_entropy"] = unigram_entropy(token_counts, info)
     counts["neighbour_accuracy"] = neighbour_accuracy(folder, splits, info)
     manifest = write_manifest(
@@ -353,7 +311,7 @@ def finished_states(folder: Folder, num_parts: int, identity: str) -> dict[Corpu
     for index in range(num_parts):
         part = CorpusPart(index, num_parts)
         state = read_state(folder, part, identity)
-        if state is None or not state.finished:
+        if state is None:
             missing.append(part)
         else:
             states[part] = state

@@ -52,10 +52,10 @@ def prepare_in_processes(
         how = "a process was killed (out of memory?)"
         raise Failure(f"{how}; the same command resumes the preparation") from None
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
         for process in set(multiprocessing.active_children()).difference(others):
             process.kill()
-            process.join()
+        # The pool's thread waits for the processes. If this thread did so too, one of them would see nothing.
+        pool.shutdown(cancel_futures=True)
 
 
 def begin(recipe: Recipe, parent: int, threads: int) -> None:

@@ -33,7 +33,11 @@ from train.storage.schema import Sha256, shown
 logger = logging.getLogger("train")
 
 # ALBERT's special pieces, with ALBERT's ids: https://github.com/google-research/albert README, "SentencePiece"
-PAD, UNK, CLS, SEP, MASK = "<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"
+PAD = "<pad>"
+UNK = "<unk>"
+CLS = "[CLS]"
+SEP = "[SEP]"
+MASK = "[MASK]"
 # The count changes the result: sentencepiece adds up its statistics thread by thread.
 TRAINER_THREADS = 16
 PUBLISHED = "tokenizer/tokenizer.json"
@@ -91,7 +95,8 @@ def train_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Train a unigram tokenizer on the first `train_bytes` of the texts. Raises InputError if that fails."""
     rule = normalizer(lowercase=lowercase, strip_accents=strip_accents)
-    model, failures = io.BytesIO(), list[BaseException]()
+    model = io.BytesIO()
+    failures = list[BaseException]()
 
     def lines() -> Iterator[str]:
         try:
@@ -266,7 +271,8 @@ def tokenizer_config(source: str, folder: Path) -> PreTrainedConfig:
 
     Raises BadContent if the files are unsafe to load, InputError if the class is not a fast tokenizer.
     """
-    values, settings = read_model_json(folder) or {}, read_tokenizer_json(folder)
+    values = read_model_json(folder) or {}
+    settings = read_tokenizer_json(folder)
     if values:
         config = AutoConfig.for_model(values["model_type"])
     else:
