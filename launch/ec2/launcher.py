@@ -111,7 +111,7 @@ class Launcher:
             is_decided = last is not None and last.next == REQUEUE  # the first machine has decided
             self.end_machines(LEAVE_S if is_decided else 0.0)
             self.is_training = False
-            if not is_decided and not settle(self.record, self.cluster, self.interrupted(reason)):
+            if not is_decided and not settle(self.record, self.interrupted(reason)):
                 return
             self.check()
             if time.time() >= self.ends_unix_s:

@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_flags(parser, arguments, act)
 
 
-def settle(record: Record, cluster: Ec2Config, decision: Decision) -> bool:
+def settle(record: Record, decision: Decision) -> bool:
     """Return whether to ask for all machines again, after a decision in the record. If not, record the job's end."""
     history = retry(record.history)
     if decision.next != REQUEUE:
@@ -216,7 +216,7 @@ class Machine:
         )
         if decision.next == REQUEUE and self.stop.reason == MAX_RUN:
             decision = Decision(END_JOB, "stopped", MAX_RUN)
-        settle(self.record, self.cluster, decision)
+        settle(self.record, decision)
         self.step(Step(END, FileName(END)))
 
     def examine(self, command: str, name: str) -> int:

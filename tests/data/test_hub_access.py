@@ -101,13 +101,13 @@ def test_home_is_home_in_quotes_too(tmp_path, prepared, corpus, monkeypatch):
     assert open_folder("~/saved", S3Config()).location == str(tmp_path / "saved")
     assert cache_dir(RecordsConfig(path="x", cache_dir="~/cache")) == tmp_path / "cache"
     assert find("~", "data.train", "~/text.txt", S3Config()) == [tmp_path / "text.txt"]
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
     model = resolved(
-        ModelConfig(pretrained="~/tokenizer", tokenizer="~/tokenizer"), S3Config(), tmp_path
+        ModelConfig(pretrained="~/model", tokenizer="~/tokenizer"), S3Config(), tmp_path
     )
-    assert (
-        model.pretrained == str(tmp_path / "tokenizer")
-        and Path(str(model.tokenizer)) == tmp_path / "tokenizer"
-    )
+    assert model.pretrained == str(tmp_path / "model")
+    assert model.tokenizer == str(tmp_path / "tokenizer")
     rejects("~nobody-of-that-name/x", open_folder, "~nobody-of-that-name/x", S3Config())
     cfg = prepare_config(Path("~/out"), Path("~/text.txt"), "tokenizer.pretrained='~/tokenizer'")
     assert prepare.prepare(cfg) is not None

@@ -277,7 +277,7 @@ def test_label_map(folder):
     raw = read(path, label_map=names)
     assert raw.labels == ["good", "very bad", "bad", "2"]
     says = "data.label_map does not name 2: these labels are left unchanged"
-    assert raw.remarks == [f"train: {says}"]
+    assert raw.remarks == [says]
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,7 @@ def test_a_label_without_rows_is_named_each_time(cfg, caplog):
     wanted = [
         "train has no row with the label q: it cannot be learnt",
         "validation has no row with the label q: it is not measured",
+        "validation has only 5 examples: one answer moves a score by 20%; hold out at least 30",
     ]
     for calls in (3, 0):
         caplog.clear()

@@ -88,7 +88,7 @@ def test_a_recorded_run_is_the_plain_one_and_resumes_bit_for_bit(
 
 
 def test_each_length_has_a_graph_after_its_first_steps(recorded, tokenizer_folder, tmp_path):
-    settings = [*two_lengths(tmp_path), "max_steps=16"]
+    settings = [*two_lengths(tmp_path), "max_steps=40", "global_batch_size=1"]
     plain = tuned(tmp_path / "plain", tokenizer_folder, *settings, OFF)
     run = tuned(tmp_path / "run", tokenizer_folder, *settings)
     assert losses(run) == pytest.approx(losses(plain), rel=1e-5)

@@ -367,7 +367,7 @@ GOOD = "Anna B-PER\nsings O\n\nBonn B-LOC\n\n"
         ("", r"train: no row is left: of .*a\.conll"),
         (
             {"tokens": ["Tom"], "tags": [["O"]]},
-            r"dev\.jsonl:1: word 1, 'Tom': \['O'\] instead of a tag: each word has one",
+            r"dev\.jsonl:1: word 1, 'Tom': \['O'\] instead of a tag: task=ner learns one for each word",
         ),
         ("he O\n" * 10_001, r"a\.conll:10001: a sentence of more than 10,000 words"),
         (

@@ -51,9 +51,8 @@ class Progress:
     best_metric: str = "loss"
     best_step: int | None = None
     evals_since_best: int = 0
-    # by step: settings that the best and the last
+    # by step: the settings that the best and the last evaluation have chosen for exports of their weights
     chosen: dict[str, dict[str, Any]] = field(default_factory=dict)
-    # evaluation have chosen for exports of their weights
     # whether this step must still be evaluated: a request to stop left no time
     owes_evaluation: bool = False
     rollbacks: int = 0

@@ -17,9 +17,8 @@ class Plan:
     """Batch sizes and step counts, computed from the configuration, the number of ranks and the amount of data."""
 
     world_size: int
-    replicas: (
-        int  # groups of ranks that train on different rows: one per rank, or one per pipeline
-    )
+    # groups of ranks that train on different rows: one per rank, or one per pipeline
+    replicas: int
     # sequences per optimizer step
     global_batch_size: int
     # sequences per replica and forward pass

@@ -32,9 +32,8 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 @dataclass(frozen=True)
 class Process:
     state: str  # R runs, S sleeps, D waits for a device or a disk, T is stopped, Z has ended; see proc(5)
-    started: (
-        int  # clock ticks from boot to start; together with the id, this identifies the process
-    )
+    # clock ticks from boot to start; together with the id, this identifies the process
+    started: int
 
 
 def read_process(pid: int) -> Process | None:

@@ -75,7 +75,7 @@ def open_backend(
         f"instance={instance.name} has {wanted} devices, but backend.device={cfg.device}; set instance=local",
     )
     cfg = replace(cfg, device=wanted or cfg.device)
-    check_trainium(cfg, instance)
+    check_trainium(cfg)
     # A run imports only the backend that it uses.
     if name_of(cfg, instance) == "xla":
         from train.parallel import xla_environment
@@ -90,7 +90,7 @@ def open_backend(
     return DDP(cfg, work=work)
 
 
-def check_trainium(cfg: BackendConfig, instance: InstanceConfig) -> None:
+def check_trainium(cfg: BackendConfig) -> None:
     """Raise InputError on a Trainium machine whose driver is not loaded."""
     kind = host.instance_type()
     if not kind.startswith("trn"):

@@ -21,7 +21,10 @@ def check_early(cfg: TrainConfig, world_size: int) -> None:
         location = getattr(cfg.model, key)
         if location is not None:
             check_model(f"model.{key}", location)
-    if is_s3(cfg.data.path):
+    is_own = not spec_of(cfg.task).module.startswith(
+        "train.tasks."
+    )  # it may read its data in other ways
+    if is_s3(cfg.data.path) or is_own:
         return
     if isinstance(cfg.data, RecordsConfig):
         check_rows(cfg, cfg.data)

@@ -92,9 +92,9 @@ class Task(ABC):
     # the sum of shard_rows
     train_rows: int
     eval_rows: int
-    # length of the longest batches, in tokens The lengths of batches in tokens, ascending; None: seq_len is the only
-    # one.
+    # the length of the longest batches, in tokens
     seq_len: int
+    # the lengths of batches in tokens, ascending; None: seq_len is the only one
     lengths: Sequence[int] | None = None
     # The lengths by example, if there are several.
     buckets: Buckets | None = None
@@ -104,8 +104,9 @@ class Task(ABC):
     data_id: str
     # facts about the data, for metrics and report
     facts: dict[str, float]
-    # remarks on the data, for the log The settings that the evaluation of the weights to be exported has chosen.
+    # remarks on the data, for the log
     remarks: Sequence[str] = ()
+    # the settings that the evaluation of the weights to be exported has chosen
     chosen: Mapping[str, Any] = {}
     # Details of the data, for run_dir/data.json; empty: the file is not written.
     details: dict[str, Any] = {}

@@ -29,6 +29,7 @@ from train.tools.report import check_output, write_report
 PURPOSE = """Train a run in several variants, one after the other, and write a report that compares them with the first.
 For finished runs, baretrain report writes the same report."""
 EXAMPLES = (
+    "experiment=demo run_dir=runs/rates 'compare.variants={low: optim.lr=1e-3, high: optim.lr=3e-3}'",
     "experiment=compare_squad data.path=rajpurkar/squad run_dir=runs/compare",
     "experiment=demo run_dir=runs/sizes 'compare.variants={narrow: seed=1, wide: model.hidden_size=512}'",
 )

@@ -26,6 +26,7 @@ def main(arguments: Sequence[str]) -> int:
         "Push the exported model of a run to the Hugging Face Hub, with its tokenizer and card.",
         examples=(
             "runs/tweets --to jane/tweets-bert",
+            "runs/tweets --to jane/tweets-bert --public",
             "s3://bucket/runs/tweets --to jane/tweets-bert --public",
         ),
         exits={

@@ -15,7 +15,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -31,7 +32,13 @@ from train.config import (
 from train.data.random_bits import text_uniform
 from train.data.shards.format import FORMAT, DataManifest, read_manifest
 from train.data.text.corpus import Corpus, open_corpus
-from train.data.text.coverage import unknown_share
+from train.data.text.coverage import (
+    MOST_SAMPLES,
+    Sample,
+    changed_by,
+    unknown_of,
+    unknown_share,
+)
 from train.data.text.documents import WHOLE, CorpusPart
 from train.data.text.encoding import Vocabulary
 from train.data.text.preparation import (
@@ -56,6 +63,9 @@ from train.storage.folders import (
     sha256_json,
 )
 from train.storage.schema import BadContent, of_type, read_object
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 # Enough for any machine's processes; with 75 GB of text or more, every part fills at least one shard.
 MOST_PARTS = 256
@@ -292,18 +302,39 @@ def vocabulary_of(
 
     if folder.size(tokenizers.PUBLISHED) is None:
         own = cfg.tokenizer
+        sample = Sample()
         if own.pretrained is not None:
             made = tokenizers.load_tokenizer(own.pretrained)
+            sample.take(document.text for document in islice(corpus.documents(), MOST_SAMPLES))
         else:
             made = tokenizers.train_tokenizer(
-                training_texts(cfg, corpus, held_out),
+                sample.watched(training_texts(cfg, corpus, held_out)),
                 vocab_size=own.vocab_size,
                 train_bytes=own.train_bytes,
                 lowercase=own.lowercase,
                 strip_accents=own.strip_accents,
             )
+        check_coverage(cfg, made, sample.pieces)
         tokenizers.publish_tokenizer(made, folder)
     return tokenizers.published_vocabulary(folder)
+
+
+def check_coverage(
+    cfg: PrepareConfig, tokenizer: PreTrainedTokenizerFast, texts: list[str]
+) -> None:
+    """Warn if the tokenizer changes characters of the corpus. Raises InputError if it cannot read the corpus."""
+    source = cfg.tokenizer.pretrained
+    name = "the new tokenizer"
+    cure = "tokenizer.strip_accents=false keeps them"
+    if source is not None:
+        name = f"tokenizer.pretrained={source}"
+        cure = "another tokenizer.pretrained may keep them"
+    # This is the share of a sample. The exact share is printed at the end.
+    unknown_share(*unknown_of(tokenizer, texts), f"{name} reads the corpus")
+    changed = changed_by(tokenizer.backend_tokenizer, texts)
+    if changed:
+        what = f"warning: the normalisation of {name} changes {changed}"
+        say(f"{what}; {cure}", file=sys.stderr)
 
 
 def training_texts(cfg: PrepareConfig, corpus: Corpus, held_out: HeldOut) -> Iterator[str]:

@@ -18,6 +18,7 @@ Records = Iterator[tuple[int, list[str] | BadRow]]  # first line number and fiel
 BATCH_ROWS = 256  # Parquet rows decoded together
 # read at a time of a Parquet file; by default, pyarrow reads whole row groups
 BUFFER_BYTES = 2**20
+SECOND_HEADER = "a second header, as if files had been joined: join them by the names of columns"
 QUOTES = "quote fields that contain commas, quotes or line ends, and double the quotes in them"
 
 
@@ -43,6 +44,11 @@ def json_value(line: str) -> Any:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
         return BadRow(f"not a JSON object on one line: {error}")
+
+
+def holds_objects(value: Any) -> bool:
+    """Return whether a JSON value is a list of objects, as rows are."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
 def csv_dialect(delimiter: str, quotes: str) -> dict[str, Any]:
@@ -81,6 +87,7 @@ def csv_rows(
 
     def rows() -> Iterator[tuple[int, Values]]:
         columns = names or []
+        again = sorted(folded(columns))
         for line, fields in records:
             if isinstance(fields, BadRow):
                 yield line, fields
@@ -92,6 +99,9 @@ def csv_rows(
                 found = plural(len(fields), "field")
                 hint = delimiter_hint(columns)
                 bad = BadRow(f"{found} where the {first} has {len(columns)}{hint}")
+            if bad is None and len(again) > 1:
+                is_header = sorted(folded(fields)) == again
+                check(not is_header, f"{name}:{line}: {SECOND_HEADER}")
             yield line, bad or dict(zip(columns, fields, strict=True))
 
     return names, rows()
@@ -107,6 +117,10 @@ def header_of(records: Records, name: str, encoding: str, settings: str) -> list
     twice = sorted({column for column in names if column and names.count(column) > 1})
     check(not twice, f"{name}:{line}: two columns are named {shortlist(twice)}; rename one")
     return names
+
+
+def folded(names: list[str]) -> list[str]:
+    return [name.strip("\ufeff \t").casefold() for name in names]
 
 
 def csv_records(

@@ -64,6 +64,13 @@ def start_of(path: Path, encoding: str) -> str:
         return text.read(START_CHARS)
 
 
+def line_end_of(start: str) -> str:
+    """Return how lines end in a text that begins so: in a carriage return alone, as in old files of Macs, or not."""
+    if "\r" in start and "\n" not in start:
+        return "\r"
+    return "\n"
+
+
 def check_encoding(encoding: str, key: str) -> None:
     """Raise InputError if an encoding is unknown, or is not for text. `key`: the setting that chooses it."""
     with naming(f"{key}={encoding} cannot be used (try utf-8 or latin-1)", (LookupError,)):
@@ -109,8 +116,7 @@ class BoundedFile(io.RawIOBase):
     """A view of a file up to byte `end`."""
 
     def __init__(self, raw: IO[bytes], end: int) -> None:
-        self.raw = raw
-        self.end = end
+        self.raw, self.end = raw, end
 
     def readable(self) -> bool:
         return True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from itertools import dropwhile, filterfalse
 
 from train.config import ColumnsConfig, check
 from train.data.files.errors import BadRow, unreadable
@@ -15,8 +14,7 @@ MAX_WORDS = 10_000  # words per sentence; more suggest a file without blank line
 IN_FILES = {"tokens": "0", "tags": "-1"}  # read if data.columns has the default names
 DOCUMENT = "-DOCSTART-"  # marks the beginning of a document; not a word
 COMMENT = ("# ", "#\t")
-TABS = re.compile(r" *\t *")
-BLANKS = re.compile(r"[ \t]+")
+TABS, BLANKS = re.compile(r" *\t *"), re.compile(r"[ \t]+")
 UNIVERSAL = 10  # the column count of CoNLL-U, in which lines numbered 1-2 or 1.1 are not words
 NO_WORD = re.compile(r"\d+[-.]\d+")
 
@@ -78,17 +76,16 @@ def words_in(block: list[Line], columns: int) -> list[Line]:
     Before the first word, a line that begins with "# " is a comment, unless its first column is "#" and it has the
     number of columns that words have.
     """
-
-    def is_comment(line: Line) -> bool:
+    words = []
+    is_head = True
+    for line in block:
         _, text, fields = line
-        is_word = fields[0] == "#" and len(fields) == columns
-        return text.startswith(COMMENT) and not is_word
-
-    def is_range(line: Line) -> bool:
-        fields = line[2]
-        return len(fields) == UNIVERSAL and NO_WORD.fullmatch(fields[0]) is not None
-
-    return list(filterfalse(is_range, dropwhile(is_comment, block)))
+        is_head = is_head and text.startswith(COMMENT)
+        is_comment = is_head and (fields[0] != "#" or len(fields) != columns)
+        is_range = len(fields) == UNIVERSAL and NO_WORD.fullmatch(fields[0])
+        if not is_comment and not is_range:
+            words.append(line)
+    return words
 
 
 def fault_of(words: list[Line], columns: int, encoding: str) -> tuple[int, BadRow] | None:

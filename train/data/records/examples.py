@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -9,10 +10,13 @@ from typing import Any
 
 from train.config import InputError, RecordsConfig, check, plural
 from train.data.files.errors import BadRow, columns_shown
-from train.data.records.content_checks import TableFacts
+from train.data.files.rows import holds_objects
+from train.data.records.content_checks import TableFacts, lines_in_rows
 from train.data.records.formats import LocatedRow, Table
 from train.data.records.kinds import Columns, Row, RowKind, holds, names_in
 from train.data.records.labels import LabelNames, label_of_row
+
+logger = logging.getLogger("train")
 
 MAX_NAMED, MAX_SHOWN = 10, 2  # maximum bad rows recorded per split, and shown in an error
 COLUMN_ROWS = 100  # the keys of so many first JSON lines are the columns; a row may lack some
@@ -107,6 +111,9 @@ def new_examples(
         except BadRow as bad:
             raise InputError(f"{where}: {bad}") from None
         yield example
+    said = lines_in_rows(labels.facts)
+    if said is not None:
+        logger.warning(said)
 
 
 def rows_of(
@@ -116,7 +123,7 @@ def rows_of(
     facts: TableFacts,
     optional: Collection[str] = (),
 ) -> Iterator[tuple[str, Row | BadRow]]:
-    """Yield the location of each row, and the row. Rows are counted in `facts`.
+    """Yield the location of each row, and the row. Its lines and the rows are counted in `facts`.
 
     Raises InputError if the column of a key is missing that is not in `optional`.
     """
@@ -130,6 +137,7 @@ def rows_of(
                 yield where, values
             else:
                 yield where, Row(values, columns, cfg.encoding, names)
+        facts.lines += table.lines.count
 
 
 def usable(row: Row | BadRow) -> Row:
@@ -170,15 +178,27 @@ def with_columns(needed: Columns, table: Table) -> Iterator[LocatedRow]:
     first = list(islice(rows, COLUMN_ROWS))
     good = [(where, values) for where, values in first if not isinstance(values, BadRow)]
     if good:
-        where = good[0][0]
+        where, row = good[0]
         columns = dict.fromkeys(name for _, values in good for name in values)
-        check_columns(needed, list(columns), where)
+        check_columns(needed, list(columns), where, hint_on(row, needed))
     return chain(first, rows)
 
 
-def check_columns(needed: Columns, columns: Sequence[str], where: str) -> None:
+def hint_on(row: dict[str, Any], needed: Columns) -> str:
+    """Return a hint for a message that a row lacks a column."""
+    if "text" in row and "tokens" in needed:
+        return (
+            "; if entities are spans of a text: data.columns.tokens=text data.columns.tags=SPANS"
+        )
+    for name, value in row.items():
+        if name.isidentifier() and holds_objects(value):
+            return f"; are the rows in {name}? Write one per line, as jq -c '.{name}[]' does"
+    return ""
+
+
+def check_columns(needed: Columns, columns: Sequence[str], where: str, hint: str = "") -> None:
     for key, names in needed.items():
         for column in names_in(names):
             lacks = f"no column {column} (data.columns.{key})"
             have = f"the columns are: {columns_shown(columns)}"
-            check(holds(columns, column), f"{where}: {lacks}; {have}")
+            check(holds(columns, column), f"{where}: {lacks}; {have}{hint}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 import datasets
 import pyarrow
 
-from train.config import ColumnsConfig, InputError, RecordsConfig, check
+from train.config import ColumnsConfig, InputError, RecordsConfig, check, plural
 from train.config.data import FILE_FORMATS, SUFFIXES
 from train.data.files.errors import LIBRARY_ERRORS, BadRow, naming
 from train.data.files.rows import (
@@ -20,11 +20,12 @@ from train.data.files.rows import (
     Values,
     csv_dialect,
     csv_rows,
+    holds_objects,
     json_rows,
     json_value,
     open_parquet,
 )
-from train.data.files.text import bounded_lines, bounded_text, open_text, start_of
+from train.data.files.text import bounded_lines, bounded_text, line_end_of, open_text, start_of
 from train.data.records.conll import conll_rows
 from train.data.records.kinds import holds
 from train.data.records.squad import is_squad, squad_rows
@@ -37,6 +38,19 @@ LocatedRow = tuple[str, Values]  # the location of a row, such as file.csv:17, a
 Read = Callable[[], Iterator[LocatedRow]]
 
 
+@dataclass
+class Lines:
+    """A count of the lines of CSV read so far from a file, not counting blank lines and the header."""
+
+    count: int = 0
+
+    def counted(self, text: Iterable[str], header: int) -> Iterator[str]:
+        self.count = -header
+        for line in text:
+            self.count += not line.isspace()
+            yield line
+
+
 @dataclass(frozen=True)
 class Table:
     """The rows of one file or split, in order. Each call of `rows` starts over. Few rows are in memory at a time."""
@@ -47,6 +61,7 @@ class Table:
     # The names of labels by column, whose numbers index them.
     class_names: dict[str, list[str]] = field(default_factory=dict)
     keys: ColumnsConfig | None = None  # replaces data.columns if the format has fixed column names
+    lines: Lines = field(default_factory=Lines)
 
     def names_of(self, column: str | tuple[str, ...]) -> Sequence[str] | None:
         """Return the labels that a column's numbers stand for, if known; for several columns, the columns' names."""
@@ -69,28 +84,30 @@ def file_table(path: Path, name: str, cfg: RecordsConfig, wanted: Collection[str
         return Table(name, lambda: squad_rows(read(), name), keys=ColumnsConfig(id="id"))
     if form == "jsonl" and is_document(start):
         return Table(name, partial(document_rows, path, name, cfg.encoding))
+    lines = Lines()
     readers: dict[str, Callable[[Iterator[str]], Iterator[tuple[int, Values]]]] = {
-        "csv": lambda text: rows_of_csv(text, name, cfg),
+        "csv": lambda text: rows_of_csv(lines.counted(text, int(cfg.header)), name, cfg),
         "conll": lambda text: conll_rows(text, name, cfg.encoding, cfg.columns),
         "jsonl": lambda text: json_rows(text, cfg.encoding),
     }
 
     def rows() -> Iterator[LocatedRow]:
-        with open_text(path, cfg.encoding) as (file, _):
+        with open_text(path, cfg.encoding, newline=line_end_of(start)) as (file, _):
             for number, row in readers[form](bounded_lines(file, name)):
                 yield f"{name}:{number}", row
 
     if form == "conll":
-        return Table(name, rows, keys=ColumnsConfig())
-    return Table(name, rows)
+        keys = ColumnsConfig()
+    else:
+        keys = None
+    return Table(name, rows, keys=keys, lines=lines)
 
 
 def rows_of_csv(
     text: Iterator[str], name: str, cfg: RecordsConfig
 ) -> Iterator[tuple[int, Values]]:
     """Yield each row with its line number, in the dialect of the settings. By default, a .tsv has tabs."""
-    delimiter = cfg.delimiter
-    quotes = cfg.quotes
+    delimiter, quotes = cfg.delimiter, cfg.quotes
     if delimiter == "," and name.lower().removesuffix(".gz").endswith(".tsv"):
         delimiter = "\t"
     if quotes == "auto" and delimiter == "\t":
@@ -123,9 +140,12 @@ def format_of(path: Path, name: str, cfg: RecordsConfig) -> str:
 
 
 def is_document(start: str) -> bool:
-    """Return whether a file that begins so is one JSON list of rows, and has no row per line."""
+    """Return whether a file that begins so is one JSON value, such as a list of rows, and has no row per line."""
     first, *more = start.strip().splitlines() or [""]
-    return first.startswith("[") and (not more or isinstance(json_value(first), BadRow))
+    if first.startswith("["):
+        return not more or isinstance(json_value(first), BadRow)
+    is_open = first.rstrip().endswith(("{", "[", ",", ":"))
+    return bool(more) and first.startswith("{") and is_open
 
 
 def read_document(path: Path, name: str, encoding: str) -> Any:
@@ -142,8 +162,15 @@ def read_document(path: Path, name: str, encoding: str) -> Any:
 
 
 def document_rows(path: Path, name: str, encoding: str) -> Iterator[LocatedRow]:
-    """Yield the rows of a file that is one JSON list of objects."""
-    for number, row in enumerate(read_document(path, name, encoding), 1):
+    """Yield the rows of a file that is one JSON list of objects, or one object with such a list in it."""
+    document = read_document(path, name, encoding)
+    lists = [document]
+    if isinstance(document, dict):
+        lists = list(filter(holds_objects, document.values()))
+    cure = "write one row per line, as jq -c does, or pandas' to_json(FILE, orient='records', lines=True)"
+    found = f"one JSON object, with {plural(len(lists), 'list')} of rows"
+    check(len(lists) == 1, f"{name}: {found}; {cure}")
+    for number, row in enumerate(lists[0], 1):
         if not isinstance(row, dict):
             row = BadRow(f"a {type(row).__name__} where an object should be")
         yield f"{name}, row {number}", row

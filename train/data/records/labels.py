@@ -8,7 +8,7 @@ from typing import Any
 from train.config import InputError, RecordsConfig, shortlist
 from train.data.files.errors import BadRow
 from train.data.records.content_checks import BITS, PLAIN_NUMBER, TRUTHS, TableFacts, items_of
-from train.data.records.kinds import Row, RowKind, names_in, plain_label
+from train.data.records.kinds import Row, RowKind, names_in, plain, plain_label
 
 MOST_LABELS = 20_000  # distinct labels; more are texts or ids, and would fill the memory
 
@@ -79,8 +79,7 @@ def label_of_row(row: Row, example: dict[str, Any], kind: RowKind, labels: Label
 
     Raises BadRow if it has none.
     """
-    value = row.value(kind.target)
-    column = ", ".join(names_in(row.columns[kind.target]))
+    value, column = row.value(kind.target), ", ".join(names_in(row.columns[kind.target]))
     if kind.takes_words:
         return labels_of_each(row, value, example[kind.split_by], kind, labels)
     if kind.takes_lists:
@@ -142,12 +141,11 @@ def labels_of_each(
     """Return the labels of all `items` of a row; None if data.label_map maps one of them to null."""
     if not isinstance(values, list) or len(values) != len(items):
         raise BadRow(f"{len(items)} words need a list of {len(items)} tags, not {values!r:.40}")
+    labels.facts.add_words(items)
     found: list[str] = []
     for number, (item, value) in enumerate(zip(items, values, strict=True), 1):
         try:
-            if isinstance(value, list | dict):
-                raise BadRow(f"{value!r:.40} instead of a tag: each word has one")
-            label = labels.of(value, row.names)
+            label = labels.of(checked_tag(value, kind), row.names)
             if label is None:
                 return None
             assert kind.check_each is not None
@@ -156,3 +154,12 @@ def labels_of_each(
             raise BadRow(f"word {number}, {item!r:.40}: {bad}") from None
         found.append(label)
     return found
+
+
+def checked_tag(value: Any, kind: RowKind) -> Any:
+    if isinstance(value, list | dict):
+        one = f"task={kind.name} learns one for each word"
+        raise BadRow(f"{value!r:.40} instead of a tag: {one}")
+    if not plain(value).isprintable():
+        raise BadRow(f"the tag {value!r:.40} has control characters")
+    return value

@@ -21,8 +21,9 @@ from train.data.files.errors import naming
 from train.data.random_bits import draw_rows, text_uniform
 from train.data.records.content_checks import (
     LABEL_CHECKS,
-    nothing_to_learn,
-    reject_faults,
+    ROW_CHECKS,
+    TRAIN_CHECKS,
+    remarks_on,
 )
 from train.data.records.examples import Dropped, learnt_examples, new_examples
 from train.data.records.formats import Table
@@ -82,16 +83,16 @@ def read_split(
     table = write_table(learnt_examples(parts, cfg, kind, names, dropped), cfg, kind, path)
     dropped.check()
     raw.dropped[split] = dropped
-    if kind.has_labels and not raw.labels:
-        reject_faults(names.facts, LABEL_CHECKS)
-        raw.labels = names.in_order()
+    is_first = kind.has_labels and not raw.labels
+    checks = ROW_CHECKS
     if split == "train":
-        reject_faults(names.facts, [nothing_to_learn])
-    if names.facts.unmapped:
-        some = shortlist(sorted(names.facts.unmapped))
-        raw.remarks.append(
-            f"{split}: data.label_map does not name {some}: these labels are left unchanged"
-        )
+        checks = (*TRAIN_CHECKS, *checks)
+    if is_first:
+        checks = (*LABEL_CHECKS, *checks)
+    said = remarks_on(names.facts, checks)
+    raw.remarks += [remark for remark in said if remark not in raw.remarks]
+    if is_first:
+        raw.labels = names.in_order()
     if raw.labels:
         label: Any = datasets.ClassLabel(names=raw.labels)
         if kind.takes_lists or kind.takes_words:

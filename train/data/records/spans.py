@@ -6,7 +6,12 @@ from typing import Any
 
 from train.data.files.errors import BadRow
 
-KEYS = ("start", "end", "label")  # of spans that are objects
+# of spans that are objects
+KEYS = (
+    ("start", "start_offset"),
+    ("end", "end_offset"),
+    ("label", "labels", "type", "entity_group"),  # Label Studio has a list of one
+)
 # the first character, the one behind the last, and the type of the entity
 Span = tuple[int, int, str]
 
@@ -30,8 +35,7 @@ def words_of(text: str, spans: Any, column: str) -> tuple[list[str], list[str]]:
         if first < place:
             overlap = f"two spans overlap at character {first}; each word has one tag"
             raise BadRow(f"{column}: {overlap}")
-        outside = text[place:first].split()
-        inside = text[first:last].split()
+        outside, inside = text[place:first].split(), text[first:last].split()
         words += outside + inside
         tags += ["O"] * len(outside)
         for number in range(len(inside)):
@@ -43,7 +47,9 @@ def words_of(text: str, spans: Any, column: str) -> tuple[list[str], list[str]]:
 def span_of(span: Any, text: str, column: str) -> Span:
     """Return a span that is a list or an object. Raises BadRow if it is neither, or is not in the text."""
     if isinstance(span, dict):
-        span = [span.get(name) for name in KEYS]
+        span = [next((span[name] for name in names if name in span), None) for names in KEYS]
+        if isinstance(span[2], list) and len(span[2]) == 1:
+            span[2] = span[2][0]
     if isinstance(span, list) and list(map(type, span)) == [int, int, str]:
         first, last, kind = span
         if 0 <= first < last <= len(text) and kind.strip():

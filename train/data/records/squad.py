@@ -66,12 +66,15 @@ def answers_of(value: Any, context: str) -> dict[str, list[Any]]:
 
     Starts are in characters. Raises BadRow if the form is wrong, or if an answer is not at its start in `context`.
     """
+    if isinstance(value, str):
+        read = "pandas.read_csv(FILE, converters={'answers': ast.literal_eval})"
+        write = f"write JSON lines: {read}.to_json(NEW, 'records', lines=True)"
+        raise BadRow(f"answers are text, as in CSV files; {write}")
     if isinstance(value, list) and all(isinstance(item, dict) for item in value):
         value = {key: [item.get(key) for item in value] for key in ("text", "answer_start")}
     texts = starts = None
     if isinstance(value, dict):
-        texts = value.get("text")
-        starts = value.get("answer_start")
+        texts, starts = value.get("text"), value.get("answer_start")
     if not isinstance(texts, list) or not isinstance(starts, list) or len(texts) != len(starts):
         form = "equally long lists text and answer_start, or a list of objects with these keys"
         raise BadRow(f"answers must be {form}")

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import io
 import logging
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,9 +55,26 @@ FILES = [
 ]
 PIECES = ("tokenizer.json", "vocab*", "*.model")
 ANY_FAST = "PreTrainedTokenizerFast"  # the class name that transformers 4 writes for any model's tokenizer.json
-# Encoded once when a tokenizer is loaded: damaged tables panic here, and a sign that few vocabularies have, as any
-# other that a tokenizer does not know, must become some token.
-TRIAL = "a b 1.\n\U00012000"
+# The trial loads a tokenizer.json, and encodes text of all scripts and repeated characters with it. If its tables are
+# damaged, the library's Rust code panics or ends the process, which `except` cannot catch. Every 97th character of CJK,
+# of Hangul and of the ranges after them is enough.
+TRIAL = """
+import sys
+sys.path[:] = sys.argv[2:]
+from itertools import chain
+from tokenizers import Tokenizer
+tokenizer = Tokenizer.from_file(sys.argv[1])
+tokenizer.no_truncation()
+tokenizer.no_padding()
+alphabets = range(0x3400), range(0xF900, 0x10000), range(0x1D000, 0x20000)
+text = "".join(map(chr, chain(*alphabets, range(0x3400, 0xD800, 97), range(0x20000, 0x110000, 97))))
+tokenizer.decode(tokenizer.encode("a b " + text).ids)
+for piece in ("a", "1", " ", "a1", "a ", "\\n", "a.", "-"):
+    tokenizer.encode(piece * 4000 + "!")
+"""
+TRIAL_S = 120  # a usual one takes a second; a regular expression may need time that grows exponentially with the text
+# A sign that few vocabularies have.
+UNUSUAL = "\U00012000"
 MOST_IDS = 2  # maximum ratio of ids to pieces; it is above 1 because some vocabularies skip ids
 TRAINER_BYTES = 20  # bytes of memory per byte of text that sentencepiece reads; 19 measured (benchmarks/notes.md)
 TOO_LITTLE_MEMORY = (
@@ -213,7 +232,7 @@ def load_tokenizer(
         says = f"tokenizer {source} has no {name}, which the model needs"
         cure = "name one of its tokens in its tokenizer_config.json"
         check(getattr(tokenizer, name) is not None, f"{says}; {cure}")
-    unknown = tokenizer.backend_tokenizer.encode(TRIAL[-1], add_special_tokens=False).ids
+    unknown = tokenizer.backend_tokenizer.encode(UNUSUAL, add_special_tokens=False).ids
     says = f"tokenizer {source} leaves out characters that it does not know; choose one with an unknown token"
     check(bool(unknown) or not needs, says)
     check_ids(source, tokenizer)
@@ -235,11 +254,11 @@ def read_tokenizer(source: str) -> Any:
             has_pieces = any(path.is_file() for pattern in PIECES for path in folder.glob(pattern))
             no_pieces = "it has no tokenizer.json or vocabulary file"
             check(has_pieces, f"tokenizer {source} cannot be loaded: {no_pieces}")
-            tokenizer = AutoTokenizer.from_pretrained(
+            if (folder / "tokenizer.json").is_file():
+                try_tokenizer(folder)
+            return AutoTokenizer.from_pretrained(
                 folder, config=config, local_files_only=True, trust_remote_code=False
             )
-            tokenizer.encode(TRIAL)
-            return tokenizer
     except InputError:
         raise
     except Exception as error:  # `tokenizers` raises a plain Exception for a bad file
@@ -288,6 +307,22 @@ def tokenizer_config(source: str, folder: Path) -> PreTrainedConfig:
             says = f"tokenizer {source} is not a fast one ({name}): only a fast one knows which characters a token"
             check(found is None or is_fast, f"{says} is from; choose one (tokenizer.json)")
     return config
+
+
+def try_tokenizer(folder: Path) -> None:
+    """Try a folder's tokenizer.json in a new process, which a bad file may crash. Raises InputError if that fails."""
+    command = [sys.executable, "-I", "-c", TRIAL, str(folder / "tokenizer.json"), *sys.path]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=False, timeout=TRIAL_S
+        )
+    except subprocess.TimeoutExpired:
+        slow = f"its tokenizer.json takes more than {TRIAL_S} s to read a trial text"
+        what = f"tokenizer {folder} cannot be used: {slow}"
+        raise InputError(f"{what}; choose another tokenizer") from None
+    said = done.stderr.strip().splitlines() or [f"it ended a process with code {done.returncode}"]
+    what = f"tokenizer {folder} cannot be loaded: its tokenizer.json is damaged"
+    check(done.returncode == 0, f"{what} ({said[-1]})")
 
 
 @contextmanager
