@@ -126,6 +126,9 @@ def test_entities_are_right_as_a_whole():
     assert scores["per_class"]["LOC"] == {"precision": 1.0, "recall": 1.0, "f1": 1.0, "support": 1}
     assert [scores["per_class"][kind]["support"] for kind in ("ORG", "PER")] == [0, 1]
     assert score([["O"]], [["O"]])["f1"] == 0 and not tables([["O"]], [["O"]])["per_class"]
+    bilou = [["B-PER", "L-PER", "U-LOC", "U-LOC"], ["B-PER", "I-PER", "L-PER"]]
+    assert score(bilou, bilou) == dict.fromkeys(("precision", "recall", "f1", "accuracy"), 1.0)
+    assert tables(bilou, bilou)["per_class"]["LOC"]["support"] == 2  # side by side
     bioes = [["B-PER", "E-PER", "S-LOC", "S-LOC"], ["B-PER", "I-PER", "E-PER"]]
     assert score(bioes, bioes) == dict.fromkeys(("precision", "recall", "f1", "accuracy"), 1.0)
     assert tables(bioes, bioes)["per_class"]["LOC"]["support"] == 2  # side by side
@@ -359,8 +362,8 @@ GOOD = "Anna B-PER\nsings O\n\nBonn B-LOC\n\n"
     [
         (GOOD + "Tom x B-PER\n", r"a\.conll:6: 3 columns where the first word has 2"),
         (
-            GOOD + "he O\nTom U-PER\n",
-            r"a\.conll:6: word 2, 'Tom': the tag U-PER is neither O nor a type with a prefix.*scheme=none",
+            GOOD + "he O\nTom X-PER\n",
+            r"a\.conll:6: word 2, 'Tom': the tag X-PER is neither O nor a type with a prefix.*scheme=none",
         ),
         (GOOD + "To\0m O\n", r"a\.conll:6: a NUL character"),
         ("Anna\nsings\n", r"a\.conll:1: no column tags"),

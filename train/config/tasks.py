@@ -138,7 +138,7 @@ class NERConfig(TaskConfig):
     """Token classification: a tag for each word, such as B-PER where a name begins, I-PER inside it, O elsewhere."""
 
     kind: str = "ner"
-    # The form of the tags: entities expects O, or a type after B-, I- and so on (IOB2, BIOES); none allows
+    # The form of the tags: entities expects O, or a type after B-, I- and so on (IOB2, BIOES, BILOU); none allows
     # others, such as parts of speech, scored per word.
     scheme: str = setting("entities", among=("entities", "none"))
 

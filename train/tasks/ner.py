@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
+BIOES = {"L": "E", "U": "S"}  # BILOU's prefixes that seqeval lacks, and their equivalents in BIOES
 NAMES = ("precision", "recall", "f1", "accuracy")
 Tags = Sequence[list[str]]  # tags of the words of each sentence
 
@@ -281,6 +282,8 @@ def scores(truth: Tags, predicted: Tags, *, has_entities: bool) -> dict[str, flo
     """Return precision, recall and F1 over the entities of all types, and the accuracy over words."""
     from seqeval.metrics.sequence_labeling import accuracy_score, precision_recall_fscore_support
 
+    truth = bioes(truth)
+    predicted = bioes(predicted)
     if not has_entities:
         return {"accuracy": float(accuracy_score(truth, predicted))}
     precision, recall, f1, _ = precision_recall_fscore_support(
@@ -304,7 +307,9 @@ def tables(truth: Tags, predicted: Tags) -> dict[str, Any]:
     types = sorted({kind for tags in (*truth, *predicted) for kind, _, _ in entities(tags)})
     if not types:
         return {"labels": [], "per_class": {}}
-    scores = precision_recall_fscore_support(truth, predicted, average=None, zero_division=0)
+    scores = precision_recall_fscore_support(
+        bioes(truth), bioes(predicted), average=None, zero_division=0
+    )
     return {"labels": types, "per_class": table_of(types, scores)}
 
 
@@ -317,9 +322,14 @@ def table_of_tags(truth: Tags, predicted: Tags, names: Sequence[str]) -> dict[st
     return {"labels": list(names), "per_class": table_of(names, scores)}
 
 
+def bioes(sentences: Tags) -> Tags:
+    """Return tags with BILOU's prefixes replaced, for seqeval."""
+    return [[BIOES.get(tag[0], tag[0]) + tag[1:] for tag in tags] for tags in sentences]
+
+
 def entities(tags: list[str]) -> list[tuple[str, int, int]]:
     """Return each entity of a sentence: its type, and the indices of its first and its last word."""
     from seqeval.metrics.sequence_labeling import get_entities
 
-    found: list[tuple[str, int, int]] = get_entities(tags)
+    found: list[tuple[str, int, int]] = get_entities(*bioes([tags]))
     return found

@@ -9,7 +9,7 @@ from train.config import ColumnsConfig, check
 from train.data.files.errors import BadRow, unreadable
 from train.data.files.rows import Values
 
-TAG = re.compile(r"O|[BIES]-\S(.*\S)?")  # O: the word is in no entity
+TAG = re.compile(r"O|[BIESLU]-\S(.*\S)?")  # O: the word is in no entity
 MAX_WORDS = 10_000  # words per sentence; more suggest a file without blank lines
 IN_FILES = {"tokens": "0", "tags": "-1"}  # read if data.columns has the default names
 DOCUMENT = "-DOCSTART-"  # marks the beginning of a document; not a word
