@@ -44,6 +44,19 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
+def test_a_new_folder_is_this_users_alone_and_links_are_followed_once(tmp_path, monkeypatch):
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    before = os.umask(0)
+    try:
+        # which no link leads to later
+        assert caches.private_folder(tmp_path / "link/a", "X") == tmp_path / "real/a"
+    finally:
+        os.umask(before)
+    assert [mode(tmp_path / "real" / name) for name in ("", "a")] == [0o700, 0o700]
+    (tmp_path / "open").mkdir(0o755)
+    assert mode(caches.private_folder(tmp_path / "open", "X")) == 0o700
+
+
 @pytest.mark.parametrize(
     ("folder", "parent", "says"),
     [
@@ -65,6 +78,17 @@ def test_a_folder_that_others_can_write_to_or_replace_is_refused(tmp_path, folde
         rejects(
             f"{says} .*set X to another", caches.private_folder, tmp_path / "parent/cache", "X"
         )
+
+
+def test_a_folder_of_another_user_is_refused_but_below_one_of_root_is_not(tmp_path, monkeypatch):
+    owner = tmp_path.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    rejects(
+        f"belongs to user {owner}, and you are {owner + 1}", caches.private_folder, tmp_path, "X"
+    )
+    of_root = os.stat_result([0o40755, 0, 0, 0, 0, *[0] * 5])
+    assert caches.foreign_fault(of_root, is_parent=True) is None
+    assert caches.foreign_fault(of_root, is_parent=False)
 
 
 def ddp(**settings):
@@ -119,16 +143,47 @@ def test_on_a_disk_that_runs_no_code_compiling_is_refused_and_auto_goes_without(
     assert "xdg can be written to by others" in compile_fault()
 
 
-def test_a_user_whom_the_machine_does_not_know_has_a_name(monkeypatch):
-    """As with `docker run --user 955`."""
-    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
-        monkeypatch.setenv(name, "")
-    environ = {}
+@pytest.mark.parametrize(
+    ("given", "is_known", "wanted"),
+    [
+        ({}, True, {}),
+        ({"HOME": "home"}, True, {}),
+        ({"HOME": "home", "USER": "me"}, False, {}),
+        ({}, False, {"HOME": "own"}),
+        (
+            {"HOME": "closed"},
+            False,
+            {"XDG_CACHE_HOME": "own/.cache", "XDG_STATE_HOME": "own/.local/state"},
+        ),
+        ({"HOME": "closed", "XDG_CACHE_HOME": "/x"}, True, {"XDG_STATE_HOME": "own/.local/state"}),
+        (
+            {"HOME": "cached"},
+            True,
+            {"XDG_STATE_HOME": "own/.local/state"},
+        ),  # a cache that may only be read has models
+    ],
+)
+def test_a_user_whom_the_machine_does_not_know_has_a_name_a_home_and_a_cache(
+    home, monkeypatch, given, is_known, wanted
+):
+    """As with `docker run --user 955`, with or without a home that may be written to."""
+    for folder in ("home", "closed", "cached/.cache"):
+        (home / folder).mkdir(parents=True)
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path).name not in ("closed", "cached"))
+    known = pwd.getpwuid(os.getuid())
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: known if is_known else {}[0])
+    own = str(home / f"baretrain-home-{os.getuid()}")
+    environ = {
+        name: str(home / value) if name == "HOME" else value for name, value in given.items()
+    }
+    before = dict(environ)
     settle(environ)
-    assert environ == {}
-    monkeypatch.setattr(pwd, "getpwuid", lambda number: {}[number])
-    settle(environ)
-    assert environ == {"LOGNAME": f"user{os.getuid()}"}
+    added = {
+        name: value.replace(own, "own") for name, value in environ.items() if name not in before
+    }
+    name = {} if is_known or "USER" in given else {"LOGNAME": f"user{os.getuid()}"}
+    assert added == {**wanted, **name}
+    assert not wanted.keys() & {"HOME", "XDG_STATE_HOME"} or mode(Path(own)) == 0o700
 
 
 def test_neurons_graphs_lie_below_our_cache(home):
