@@ -58,6 +58,7 @@ from train.run import compose as cli
 from train.run_folder.identity import differences
 from train.storage.folders import (
     Folder,
+    LocalFolder,
     canonical_json,
     open_folder,
     sha256_json,
@@ -286,8 +287,12 @@ def claimed(folder: Folder) -> dict[str, Any]:
 
 def give_back(folder: Folder) -> None:
     """Remove the claim if nothing else is in the folder, so that it can be used with other settings."""
-    if folder.names() == [CLAIM]:
-        folder.remove(CLAIM)
+    if folder.names() != [CLAIM]:
+        return
+    folder.remove(CLAIM)
+    if isinstance(folder, LocalFolder):
+        with suppress(OSError):
+            folder.path.rmdir()
 
 
 # ---- the tokenizer -------------------------------------------------------------------------------------------------
