@@ -92,12 +92,28 @@ def test_an_environment_that_is_damaged_or_another_programs_makes_no_run_folder(
     rejects(r"has files of another program \(environment.json\)", check, folder)
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "log/rank_0000.txt"])
-def test_a_pipe_in_place_of_a_file_is_rejected(folder, name):
-    (folder.path / "log").mkdir(parents=True)
-    os.mkfifo(folder.path / name)
-    rejects(" is a pipe; move it away", check, folder)
-    rejects("it is a pipe", folder.storage.read, name)
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("log", Path.touch),
+        ("export", Path.touch),
+        ("metrics.jsonl", Path.mkdir),
+        ("metrics.jsonl", os.mkfifo),
+    ],
+)
+def test_a_name_of_a_run_that_is_of_another_kind_is_rejected(folder, name, make):
+    folder.path.mkdir()
+    make(folder.path / name)
+    rejects(f"{name} must be a f(ile|older)", check, folder)
+    if make is os.mkfifo:
+        rejects("it is a pipe", folder.storage.read, name)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir])
+def test_a_run_writes_to_no_pipe(tmp_path, make):
+    (tmp_path / "run/log").mkdir(parents=True)
+    make(tmp_path / "run/log/rank_0000.txt")
+    rejects("rank_0000.txt must be a file", check, RunFolder(str(tmp_path / "run")))
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "log/rank_0000.txt"])

@@ -44,7 +44,10 @@ def settle(environ: MutableMapping[str, str]) -> None:
 
 def can_make(folder: Path) -> bool:
     """Return whether a folder exists, or whether this user may make it."""
-    there = next(each for each in (folder, *folder.parents) if each.is_dir())
+    try:
+        there = next(each for each in (folder, *folder.parents) if each.is_dir())
+    except PermissionError:  # a home of somebody else
+        return False
     return there == folder or os.access(there, os.W_OK | os.X_OK)
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from train.config import Plan, TrainConfig, check, to_dict
-from train.run_folder.metrics_files import NAME as METRICS
 from train.run_folder.ownership import lease_name, lease_numbers, parse_lease
 from train.storage import imported
 from train.storage.folders import Folder, canonical_json, disk_errors, local_path
@@ -24,6 +24,8 @@ logger = logging.getLogger("train")
 
 ENVIRONMENT = "environment.json"
 FILES = (ENVIRONMENT, "config.yaml", "data.json", "metrics.jsonl", "outcome.json", "samples.json")
+# files changed in place, not replaced
+WRITTEN = re.compile(r"checkpoints|lease|log|metrics\.jsonl|rank_\d{4,}\.txt")
 FOLDERS = (
     "checkpoints",
     "export",
@@ -103,23 +105,30 @@ def check_same_run(
 
 
 def check_layout(location: str) -> None:
-    """Raise InputError if a file is a link or a pipe, or if this user may not write to the metrics or a log."""
+    """Raise InputError if an entry of the folder is a link to a file, of the wrong kind, or not writable."""
     path = local_path(location)
     with disk_errors("list", path):
-        files = [each for each in (*path.glob("*"), *path.glob("log/*")) if not each.is_dir()]
+        if path.is_dir():
+            files = [*path.iterdir()]
+        else:
+            files = []
+    if (path / "log").is_dir():
+        files += (path / "log").iterdir()
     for file in files:
         where = f"run_dir={location}: {file.name}"
-        check(
-            not file.is_symlink(),
-            f"{where} is a link: a run would write through it; remove it",
-        )
-        # Writing to a pipe could block for ever.
-        check(not file.is_fifo(), f"{where} is a pipe; move it away")
-        is_appended = file.name == METRICS or file.parent != path
-        check(
-            not is_appended or os.access(file, os.W_OK),
-            f"{where}: this user may not write it; choose a folder of your own",
-        )
+        is_log = file.parent != path and file.suffix == ".txt"
+        if file.name in FOLDERS:
+            check(file.is_dir(), f"{where} must be a folder; move it away")
+        elif file.name in FILES or is_log:
+            # Writing to a pipe could block for ever.
+            check(file.is_file(), f"{where} must be a file; move it away")
+        if not file.is_dir():
+            check(
+                not file.is_symlink(),
+                f"{where} is a link: a run would write through it; remove it",
+            )
+        may_write = not WRITTEN.fullmatch(file.name) or os.access(file, os.W_OK)
+        check(may_write, f"{where}: this user may not write it; choose a folder of your own")
 
 
 def find_identity(folder: Folder) -> dict[str, Any] | None:
