@@ -176,7 +176,7 @@ def test_a_classifier_of_several_lengths_has_a_graph_for_each_and_one_too_many_i
     tokenizer_folder, tmp_path, monkeypatch
 ):
     without_kernels(monkeypatch.setattr)
-    settings = [*two_lengths(tmp_path), "eval_every=null", "max_steps=8"]
+    settings = [*two_lengths(tmp_path), "eval_every=null", "max_steps=8", "global_batch_size=1"]
     tuned(tmp_path / "plain", tokenizer_folder, *settings)
     expect = compiled.TorchCompiler.expect
 
