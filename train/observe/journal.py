@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -170,8 +171,12 @@ class RunConsole:
         )
 
     def train(self, line: dict[str, Any]) -> None:
+        step = line["step"]
+        left_s = round((self.total_steps - step) * line["step_s"])
         parts = [
-            f"step {line['step']:{self.width}}/{self.total_steps}",
+            f"step {step:{self.width}}/{self.total_steps}",
+            f"{step / self.total_steps:4.0%}",
+            f"left {timedelta(seconds=left_s)}",
             f"loss {line['loss']:7.4f}",
             f"lr {line['lr']:.2e}",
             f"grad {line['grad_norm']:6.3f}",
