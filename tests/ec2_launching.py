@@ -39,6 +39,11 @@ USER_DATA = b"#!/bin/bash\n"
 PRICES = "{instance: {usd_per_hour: 36.0}}"
 
 
+def with_own(*own: str) -> list[str]:
+    """OWN and further settings, of which the last one with a key counts."""
+    return list({each.partition("=")[0]: each for each in (*OWN, *own)}.values())
+
+
 def set_up() -> None:
     """What `launch setup --yes` makes."""
     api = Api()
@@ -122,7 +127,7 @@ def trial(
 ) -> Trial:
     """A launch whose record is in a local folder: the launcher does not mind."""
     monkeypatch.setattr(request_module, "user_data", lambda *_, **__: USER_DATA)
-    _, job = plan([*OWN, *own], RUN)
+    _, job = plan(with_own(*own), RUN)
     job = dataclasses.replace(job, run_dir=str(folder))
     run = Record(job.run_dir, S3Config(region=REGION), job.sha256)
     made = Trial(ec2, run, job, api or Api(), happens=done)

@@ -210,7 +210,7 @@ def test_a_shard_comes_whole_through_faults(bucket, large, name):
     [
         (answer(404, "NoSuchKey"), "is missing; it was damaged or replaced"),
         (answer(403, "AccessDenied"), "no permission .*; add the permission to the role's"),
-        (answer(403, "InvalidObjectState"), "archived .*restore it"),
+        (answer(403, "InvalidObjectState"), "S3 answers 403 InvalidObjectState"),
         (answer(400, "KMS.DisabledException"), "KMS key .*by the.*; enable the"),
         (answer(403, "InvalidAccessKeyId"), "does not recognise these credentials"),
         (answer(403, "RequestTimeTooSkewed"), "this machine's clock is wrong.*; set it"),

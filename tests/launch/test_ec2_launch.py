@@ -10,7 +10,7 @@ from typing import Any
 
 import boto3
 import pytest
-from ec2_launching import OWN, RUN, set_time, set_up, trial
+from ec2_launching import RUN, set_time, set_up, trial, with_own
 from services.fake_ec2 import UBUNTU, FakeEc2, fake_ec2
 
 from launch.__main__ import main
@@ -113,9 +113,8 @@ class Cli:
 
     def launch(self, *own: str) -> int:
         s3 = [f"s3.endpoint={self.ec2.endpoint}"]
-        given = {each.partition("=")[0]: each for each in (*OWN, *own)}  # the last one counts
         batch = ["global_batch_size=64", "micro_batch_size=4"]
-        return main([*given.values(), "--", *RUN, *s3, *batch])
+        return main([*with_own(*own), "--", *RUN, *s3, *batch])
 
     def do(self, command: str, *flags: str) -> int:
         """A command on the run."""

@@ -52,7 +52,7 @@ def test_without_capacity_in_the_first_subnets_it_takes_the_next(ec2, begin):
         ("VcpuLimitExceeded", 2, 2, "no subnet can provide .* higher quota"),
         ("UnauthorizedOperation", 1, 1, "launch setup makes"),
         ("ExpiredToken", 1, 1, "aws sso login"),
-        ("InternalError", 2, 99, "waited 0:09"),
+        ("InternalError", 2, 99, "waited 0:05"),
     ],
 )
 def test_an_error_ends_the_launch_and_stands_in_the_record(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ec2_launching import OWN, Trial, set_time, set_up
+from ec2_launching import Trial, set_time, set_up, with_own
 from held import HELD
 from launching import losses, settings_of_run
 from planning import plan
@@ -136,7 +136,7 @@ def cloud(ec2, bucket, prepared, hold, monkeypatch) -> Iterator[Any]:
         def make(
             *cluster: str, content: bytes = bundle, python: str = sys.executable, **changes: Any
         ) -> Cloud:
-            _, job = plan([*OWN, *cluster], of_run)
+            _, job = plan(with_own(*cluster), of_run)
             own = [each for each in job.overrides if not each.startswith("instance")]
             held = {
                 HELD: str(hold.folder),

@@ -14,7 +14,7 @@ from importlib import resources
 import botocore.session
 import pytest
 from botocore.validate import ParamValidator
-from ec2_launching import OWN, RUN, USER_DATA
+from ec2_launching import RUN, USER_DATA, with_own
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import plan
@@ -80,7 +80,7 @@ def test_interfaces_follow_the_cards_of_the_type(instance, expected):
 
 @functools.cache
 def job_of(*own: str) -> Job:
-    return plan([*OWN, *own], RUN)[1]
+    return plan(with_own(*own), RUN)[1]
 
 
 def request(*own: str, instance: str = "trn1.32xlarge"):
