@@ -38,6 +38,8 @@ SLURM_ARGS ?= max_steps=200 eval_every=100 checkpoint.every=100
 
 .PHONY: setup setup-tests demo demo-tweets demo-slurm mlflow-server test test-slow test-all test-services test-gpu test-newest test-lowest docs lint types bench bench-smoke clean
 
+FOR_TESTS = xla,report,ner,mlflow,wandb,docs,dev
+
 # $(call install,ENVIRONMENT,ARGUMENTS): by uv, which takes a third of pip's time; by pip where uv cannot be had.
 UV = $(BIN)/python -m uv
 PIP = -m pip install --quiet --disable-pip-version-check
@@ -60,7 +62,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 $(VENV)/.ready-tests: $(VENV)/.ready
 	@echo "setup: adding what tests need"
-	@$(call install,$(VENV),-c $(VENV)/constraints.txt -e '.[xla,report,ner,mlflow,wandb,docs,dev]')
+	@$(call install,$(VENV),-c $(VENV)/constraints.txt -e '.[$(FOR_TESTS)]')
 	@touch $@
 
 demo: setup
