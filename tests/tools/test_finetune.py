@@ -63,7 +63,7 @@ def test_a_csv_becomes_a_trained_model_and_a_report(texts, model, tmp_path, caps
     for line in (
         "task: classify, 2 classes (bad, good)",
         "columns: label=sentiment, text=tweet",
-        "rows: 80 for training and validation, a tenth of them for validation",
+        "rows: 80, of which 10% are held out for validation",
     ):
         assert line in said.err
     assert f"predict: baretrain predict {run} data.path=NEW.csv" in said.out
@@ -142,6 +142,24 @@ def test_what_is_wrong_is_one_line(words, says, texts, model, tmp_path, capsys):
     assert len(lines) == 1
     assert says in lines[0]
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("", "it has no rows"),
+        ("text,label\n", "it has no rows"),
+        ("text,label\na b,\nc d,\n", "no row has a value in label"),
+        ("${oc.env:HOME},label\na b,x\nc d,y\ne f,x\n", "a name with a reference"),
+    ],
+)
+def test_rows_that_cannot_be_read_are_one_line(content, says, model, tmp_path, capsys):
+    data = tmp_path / "rows.csv"
+    data.write_text(content)
+    assert finetuned(data, model, tmp_path / "run") == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: ")
+    assert says in line
 
 
 @pytest.mark.slow

@@ -21,9 +21,8 @@ def check_early(cfg: TrainConfig, world_size: int) -> None:
         location = getattr(cfg.model, key)
         if location is not None:
             check_model(f"model.{key}", location)
-    is_own = not spec_of(cfg.task).module.startswith(
-        "train.tasks."
-    )  # it may read its data in other ways
+    # A task of the user's own may read its data in other ways.
+    is_own = not spec_of(cfg.task).module.startswith("train.tasks.")
     if is_s3(cfg.data.path) or is_own:
         return
     if isinstance(cfg.data, RecordsConfig):

@@ -130,6 +130,11 @@ def look(options: Namespace) -> Assumed:
     columns = dict(reading.settings)
     if sample.has_fixed_columns:
         columns = {key: value for key, value in columns.items() if key.startswith("task.")}
+    # Others may have written the data, whose names are among these settings.
+    for key, value in {**sample.settings, **columns}.items():
+        check(
+            "${" not in str(value), f"{key}={value}: a name with a reference ${{...}} is not read"
+        )
     batch_size = batch_size_for(sample.num_rows)
     eval_every = min(max(sample.num_rows // batch_size, EVAL_EVERY_LEAST), EVAL_EVERY_MOST)
     settings: dict[str, Any] = {
@@ -180,7 +185,8 @@ def sentences(sample: Sample, reading: Reading, settings: Mapping[str, Any]) -> 
     if reading.unread:
         read += f"; other texts, which are not read: {shortlist(reading.unread)}"
     held_out = settings.get("data.validation")
-    rows = f"rows: {sample.num_rows:,} for training and validation, a tenth of them for validation"
+    share = float(settings.get("data.validation_fraction", RecordsConfig.validation_fraction))
+    rows = f"rows: {sample.num_rows:,}, of which {share:.0%} are held out for validation"
     if held_out:
         rows = f"rows: {sample.num_rows:,} for training; validation on {held_out}"
     lengths = [

@@ -166,6 +166,11 @@ def reading_of(
     texts = [name for name in texts if name not in targets]
     read = texts_of(texts, typed)
     labels = [by_name[name] for name in targets if name in by_name]
+    for column in labels:
+        check(
+            bool(column.values),
+            f"no row has a value in {column.name}: name another data.columns.label",
+        )
     if task is None:
         task = task_of(labels)
     found |= read

@@ -126,7 +126,7 @@ def bad_rows(source: FileSource, form: Mapping[str, Any], s3: S3Config, scratch:
 
 def delimiter_in(start: str, name: str) -> dict[str, str]:
     """Return the setting for the delimiter of a CSV file, if its first line has something else than commas."""
-    header = start.splitlines()[0]
+    header = next(iter(start.splitlines()), "")
     mark = max(DELIMITERS, key=header.count)
     is_tsv = name.lower().removesuffix(".gz").endswith(".tsv")
     if header.count(mark) <= header.count(",") or is_tsv:
