@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from train.data.batches.loader import Batch
     from train.parallel.compiled import TorchCompiler
-    from train.parallel.engines import GradSync
+    from train.parallel.grad_sync import GradSync
 
 State = dict[str, Any]  # tensors and plain containers
 RANK_STRIDE = 1_000_003  # difference between adjacent ranks' seeds; large, so that runs with nearby seeds share no seed

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from train.data.batches.loader import Batch
     from train.parallel.backend import Backend, State
     from train.parallel.ddp import DDP
-    from train.parallel.engines import GradSync, LossFunction, Statistics
+    from train.parallel.engines import LossFunction, Statistics
+    from train.parallel.grad_sync import GradSync
     from train.parallel.pieces import Tensors
 
 

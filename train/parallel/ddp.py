@@ -26,7 +26,7 @@ from train.parallel import guards, nonfinite, rendezvous
 from train.parallel.backend import RANK_STRIDE, Backend, State, Work
 from train.parallel.captured import captures_steps
 from train.parallel.compiled import Workload, open_compiler
-from train.parallel.engines import GradSync
+from train.parallel.grad_sync import GradSync
 from train.parallel.graphs import Graphs
 from train.parallel.precision import (
     AUTOCAST,

@@ -21,7 +21,7 @@ from train.config import FSDPConfig, OptimConfig, ParallelConfig
 from train.config.parallel import check_shards
 from train.parallel import data, guards
 from train.parallel.data import DataParallel, scale
-from train.parallel.engines import GradSync
+from train.parallel.grad_sync import GradSync
 from train.parallel.pieces import Tensors, piece
 
 if TYPE_CHECKING:
