@@ -6,7 +6,7 @@ import pytest
 from planning import plan
 
 from launch.node import PREFLIGHT
-from launch.preflight import run_preflight
+from launch.program import run_preflight
 from launch.record import Job, Record
 from train.config import S3Config
 
