@@ -115,7 +115,6 @@ def build_with_head(
     such head, if cfg does not fit these sizes, or if the checkpoint has a head for other labels.
     """
     check(head in HEADS, f"the task's head {head} is unknown; choose one of: {', '.join(HEADS)}")
-    traits = HEADS[head]
     config = fitting_config(cfg, vocab_size=vocab_size, pad_id=pad_id, seq_len=seq_len)
     if config.model_type == "big_bird":
         # transformers changes sparse attention to full attention, for good, when it reads the first short batch.
@@ -124,7 +123,7 @@ def build_with_head(
         for name in DROPOUTS:
             if hasattr(config, name):
                 setattr(config, name, cfg.hidden_dropout)
-    if traits.has_labels:
+    if HEADS[head].has_labels:
         check_labels(cfg, config, labels)
         config.id2label = dict(enumerate(labels))
         config.label2id = {label: number for number, label in enumerate(labels)}
@@ -137,7 +136,7 @@ def build_with_head(
     model = PaddedEncoder(
         *make_network(auto, cfg, config, what=f"AutoModelFor{head}", new_head=cfg.new_head)
     )
-    model.head_share = traits.share
+    model.head_share = HEADS[head].share
     return model
 
 

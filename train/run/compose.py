@@ -155,7 +155,7 @@ def compose_config(
     for override in overrides:
         check_override(schema, override)
     options, settings = options_and_settings(overrides, groups(CONFIGS[schema]))
-    typed = typed_values(overrides)
+    typed = dict(flatten({each.partition("=")[0]: parsed(each).value() for each in overrides}))
     composed = compose_base(schema, options, {**(values or {}), **typed})
     update(composed, values or {})
     for override in settings:
@@ -187,12 +187,6 @@ def options_and_settings(
         first = options.setdefault(read.key_or_group, override)
         check(first == override, f"{first} and {override} choose the same thing; give one of them")
     return options, settings
-
-
-def typed_values(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the value of each setting and group in the overrides."""
-    values = {override.partition("=")[0]: parsed(override).value() for override in overrides}
-    return dict(flatten(values))
 
 
 def compose_base(
