@@ -129,7 +129,7 @@ def run_job(record: Record) -> int:
     job = record.job()
     with recording_failure(record):
         supervisor = Supervisor(record, job)
-        decision = supervisor.supervise(cluster_of(job), gate=f"gate_{os.getpid()}")
+        decision = supervisor.supervise(cluster_of(job), name=f"gate_{os.getpid()}")
         if decision.next != END:  # nobody requeues a job on this machine
             conclude(record, Decision(END, decision.outcome, decision.reason))
     return CODES[decision.outcome]

@@ -42,15 +42,15 @@ class Program(ABC):
     def attempt(self, number: int) -> int:
         return self.on_nodes("train", attempt_name(number))
 
-    def supervise(self, cluster: ClusterConfig, *, gate: str) -> Decision:
+    def supervise(self, cluster: ClusterConfig, *, name: str) -> Decision:
         """Make attempts until the run is over or machines are lost; record and return what comes next.
 
-        With cluster.gate, a preflight with the name `gate`, which differs between starts of a job, comes first.
+        With cluster.gate, a preflight comes first. Its `name` differs between the starts of a job.
         """
         examine = None
         if cluster.gate:
             examine = partial(
-                run_preflight, self.record, self.job, self.nodes, self.on_nodes, name=gate
+                run_preflight, self.record, self.job, self.nodes, self.on_nodes, name=name
             )
         return supervise(
             self.record, cluster, self.attempt, nodes=self.nodes, stop=self.stop, examine=examine

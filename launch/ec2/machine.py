@@ -197,7 +197,7 @@ class Machine(Program):
     def lead(self) -> None:
         """Examine all machines, train on them, and record the decision about what to do next."""
         self.nodes = [str(each.host) for each in self.all]
-        decision = self.supervise(self.cluster, gate=f"gate_{self.request:04d}")
+        decision = self.supervise(self.cluster, name=f"gate_{self.request:04d}")
         if decision.next == REQUEUE and self.stop.reason == MAX_RUN:
             decision = Decision(END_JOB, "stopped", MAX_RUN)
         settle(self.record, decision)

@@ -73,8 +73,8 @@ class Batch(Program):
     def train(self) -> int:
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, self.ask)
-        gate = f"gate_{self.job_id}_{os.environ.get('SLURM_RESTART_COUNT') or 0}"
-        decision = self.supervise(self.cluster, gate=gate)
+        name = f"gate_{self.job_id}_{os.environ.get('SLURM_RESTART_COUNT') or 0}"
+        decision = self.supervise(self.cluster, name=name)
         if decision.next == REQUEUE and not self.is_ending:
             self.requeue()
         self.upload()
