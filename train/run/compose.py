@@ -157,7 +157,7 @@ def compose_config(
     options, settings = options_and_settings(overrides, groups(CONFIGS[schema]))
     typed = dict(flatten({each.partition("=")[0]: parsed(each).value() for each in overrides}))
     composed = compose_base(schema, options, {**(values or {}), **typed})
-    update(composed, values or {})
+    update(composed, values or {}, adds=True)
     for override in settings:
         set_value(composed, schema, override)
     update(composed, over_recipe(typed, groups(CONFIGS[schema])))
@@ -202,9 +202,9 @@ def compose_base(
     return copy.deepcopy(base)
 
 
-def update(composed: DictConfig, values: Mapping[str, Any]) -> None:
+def update(composed: DictConfig, values: Mapping[str, Any], *, adds: bool = False) -> None:
     for key, value in values.items():
-        OmegaConf.update(composed, key, value, force_add=True)
+        OmegaConf.update(composed, key, value, force_add=adds)
 
 
 def set_value(composed: DictConfig, schema: type, override: str) -> None:
