@@ -15,7 +15,7 @@ import datasets
 import numpy as np
 from datasets.arrow_writer import ArrowWriter
 
-from train.config import RecordsConfig, S3Config, check, shortlist
+from train.config import EvaluatedConfig, RecordsConfig, S3Config, check, shortlist
 from train.config.data import FILE_FORMATS, is_named
 from train.data.files.errors import naming
 from train.data.random_bits import draw_rows, text_uniform
@@ -69,6 +69,9 @@ def read_raw(cfg: RecordsConfig, kind: RowKind, s3: S3Config, *, seed: int, fold
             raw.dropped["validation"] = Dropped("validation", 0)
     for split in raw.splits:
         check_size(raw, split, cfg, tables.get(split, []))
+    if isinstance(cfg, EvaluatedConfig) and cfg.holds_out:
+        del raw.splits["train"]
+        raw.dropped["validation"] = raw.dropped.pop("train")
     draw_samples(raw, cfg, seed)
     return raw
 

@@ -12,7 +12,7 @@ from typing import Any
 import datasets
 from datasets.exceptions import DatasetsError
 
-from train.config import InputError, RecordsConfig, S3Config, check, shortlist
+from train.config import EvaluatedConfig, InputError, RecordsConfig, S3Config, check, shortlist
 from train.config.data import FILE_FORMATS, is_named
 from train.data.files.data_sets import open_builder
 from train.data.files.errors import LIBRARY_ERRORS
@@ -29,7 +29,6 @@ from train.data.records.saved import MARKS, saved_splits
 from train.storage.folders import at_once, is_s3, local_path, sha256_json
 from train.storage.hub_access import asking_hub, is_at_hub, why_missing
 
-NO_ROWS = ""  # the value of data.train in a run without training, which reads no training rows
 # These settings do not change which rows are read.
 NOT_READING = ("path", "num_workers", "verify", "cache_dir", "lengths", "max_bad_rows")
 
@@ -78,9 +77,10 @@ def settings_of(cfg: RecordsConfig) -> dict[str, Any]:
 def split_names(cfg: RecordsConfig) -> dict[str, str | None]:
     """Return each split's file, glob or name in the settings; None: the only file, or the split of the same name."""
     names: dict[str, str | None] = {}
-    if cfg.train != NO_ROWS:
+    reads_train = not isinstance(cfg, EvaluatedConfig) or cfg.holds_out
+    if reads_train:
         names["train"] = cfg.train
-    if cfg.train == NO_ROWS or cfg.validation is not None:
+    if cfg.validation is not None or not reads_train:
         names["validation"] = cfg.validation
     return {**names, **cfg.more_validation}
 
