@@ -223,11 +223,9 @@ def predict(
             *flags(imports),
         ]
         try:
-            done("predict", arguments)
+            done("predict", arguments, without=f"{folder}/")
         except (InputError, Failure) as error:
-            raise type(error)(
-                str(error).replace(f"{folder}/", "")
-            ) from None  # the user does not know this folder
+            raise type(error)(str(error).replace(f"{folder}/", "")) from None
         return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
 
 
@@ -328,15 +326,20 @@ def composed(command: str, arguments: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
-def done(command: str, arguments: Sequence[str], *, ranks: int = 1) -> str:
-    """Run a command to its end, and return its last line. Raises Failure if it fails."""
-    code, said = call(command, arguments, ranks=ranks)
+def done(command: str, arguments: Sequence[str], *, ranks: int = 1, without: str = "") -> str:
+    """Run a command to its end, and return its last line. Raises Failure if it fails.
+
+    Lines `without` this folder, which the user does not know, are printed; all are if it is empty.
+    """
+    code, said = call(command, arguments, ranks=ranks, without=without)
     if code != DONE:
         raise Failure(said)
     return said
 
 
-def call(command: str, arguments: Sequence[str], *, ranks: int) -> tuple[int, str]:
+def call(
+    command: str, arguments: Sequence[str], *, ranks: int, without: str = ""
+) -> tuple[int, str]:
     """Run a command and print its output. Returns its exit code and its last error line."""
     with TemporaryDirectory() as logs:
         torchrun = [
@@ -350,11 +353,11 @@ def call(command: str, arguments: Sequence[str], *, ranks: int) -> tuple[int, st
         process = processes.start([sys.executable, *words], env=env, output=subprocess.PIPE)
         said = deque[str](maxlen=LINES)
         try:
-            show(process, said)
+            show(process, said, without)
         except KeyboardInterrupt:
             # a notebook's interrupt signals only its kernel, not the command
             process.send_signal(signal.SIGINT)
-            show(process, said)
+            show(process, said, without)
             raise
         finally:
             if process.poll() is None:
@@ -365,13 +368,14 @@ def call(command: str, arguments: Sequence[str], *, ranks: int) -> tuple[int, st
         return process.returncode, judged(process.returncode, "".join(said))
 
 
-def show(process: subprocess.Popen[bytes], said: deque[str]) -> None:
-    """Print the lines of a process until it ends, and append them to `said`."""
+def show(process: subprocess.Popen[bytes], said: deque[str], without: str) -> None:
+    """Print the lines of a process `without` a folder until it ends, and append all to `said`."""
     assert process.stdout is not None
     for line in process.stdout:
         said.append(line.decode(errors="replace"))
-        sys.stdout.write(said[-1])  # the command has made it visible
-        sys.stdout.flush()
+        if not without or without not in said[-1]:
+            sys.stdout.write(said[-1])  # the command has made it visible
+            sys.stdout.flush()
 
 
 def judged(code: int, said: str) -> str:

@@ -52,9 +52,9 @@ MOST_CHARS_READ = 20_000  # maximum number of characters in all sampled rows, to
 
 
 def json_lines(rows: Iterable[dict[str, Any]]) -> bytes:
-    """Return rows as lines of JSON. Unprintable characters are escaped, since a terminal may show the lines."""
-    lines = [visible_json(json.dumps(row, ensure_ascii=False)) + "\n" for row in rows]
-    return "".join(lines).encode()
+    """Return rows as lines of JSON, in which dates are texts. Unprintable characters are escaped, for terminals."""
+    lines = [visible_json(json.dumps(row, ensure_ascii=False, default=str)) for row in rows]
+    return "".join(f"{line}\n" for line in lines).encode()
 
 
 def mean_loss(statistics: np.ndarray) -> float:

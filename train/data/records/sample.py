@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from train.config import InputError, RecordsConfig, S3Config, check
+from train.config import RecordsConfig, S3Config, check
 from train.config.data import is_named
 from train.data.files.errors import BadRow
 from train.data.files.text import start_of
-from train.data.records.formats import Table, format_of
+from train.data.records.formats import format_of
 from train.data.records.located import local_copy
 from train.data.records.look import Column, columns_of
-from train.data.records.sources import FileSource, HubSource, SavedSource, layout, open_source
+from train.data.records.sources import FileSource, layout, open_source, readable_columns
 from train.storage.folders import is_s3, local_path, open_folder, scratch_folder
 
-Source = FileSource | SavedSource | HubSource
 ROWS_LOOKED_AT = 2_000
 TRAIN_WORDS = {"train", "training"}
 VALIDATION_WORDS = {"validation", "valid", "val", "dev", "development"}
@@ -50,7 +48,7 @@ def sample_of(cfg: RecordsConfig, s3: S3Config, typed: Mapping[str, Any]) -> Sam
         if isinstance(source, FileSource):
             found |= form_of(source, typed, s3, scratch)
             source = FileSource(replace(cfg, **found), s3)
-        table = open_all(source, scratch)
+        table = source.tables(readable_columns(source, scratch), scratch)["train"][0]
         values = (row for _, row in table.rows())
         first = list(islice(values, ROWS_LOOKED_AT))
         num_rows = len(first) + sum(1 for _ in values)
@@ -59,21 +57,6 @@ def sample_of(cfg: RecordsConfig, s3: S3Config, typed: Mapping[str, Any]) -> Sam
     check(bool(rows), f"data.path={cfg.path} cannot be read: {bad}")
     settings = {f"data.{key}": value for key, value in found.items()}
     return Sample(columns_of(rows), num_rows, settings, table.keys is not None)
-
-
-def open_all(source: Source, scratch: Path) -> Table:
-    """Open the table of the training data with all columns whose types can be read."""
-    table = source.tables((), scratch)["train"][0]
-    if table.columns is None:  # formats of text read all columns
-        return table
-    with suppress(InputError):
-        return source.tables(table.columns, scratch)["train"][0]
-    names = []
-    for name in table.columns:
-        with suppress(InputError):
-            source.tables([name], scratch)
-            names.append(name)
-    return source.tables(names, scratch)["train"][0]
 
 
 def names_in_folder(cfg: RecordsConfig, s3: S3Config) -> list[str]:

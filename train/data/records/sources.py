@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from train.storage.hub_access import asking_hub, is_at_hub, why_missing
 NOT_READING = ("path", "num_workers", "verify", "cache_dir", "lengths", "max_bad_rows")
 
 
-def open_source(cfg: RecordsConfig, s3: S3Config) -> FileSource | SavedSource | HubSource:
+def open_source(cfg: RecordsConfig, s3: S3Config) -> Source:
     """Return the source of the data. Raises InputError if files are missing, or in training and in validation."""
     return SOURCES[layout(cfg, s3)](cfg, s3)
 
@@ -93,6 +93,20 @@ def named_tables(
         where = f"data set {cfg.path}, split {name or split}"
         tables[split] = [dataset_table(splits[split], where, wanted)]
     return tables
+
+
+def readable_columns(source: Source, scratch: Path) -> list[str]:
+    """Return the columns of the training data whose types can be read; [] if the format is text, which has no types."""
+    names = source.tables((), scratch)["train"][0].columns or []
+    with suppress(InputError):
+        source.tables(names, scratch)
+        return names
+    found = []
+    for name in names:
+        with suppress(InputError):
+            source.tables([name], scratch)
+            found.append(name)
+    return found
 
 
 class FileSource:
@@ -203,7 +217,8 @@ class HubSource:
             raise InputError(f"data.path={path} cannot be read: {reason}{hint}") from error
 
 
-SOURCES: dict[str, type[FileSource | SavedSource | HubSource]] = {
+Source = FileSource | SavedSource | HubSource
+SOURCES: dict[str, type[Source]] = {
     "files": FileSource,
     "saved": SavedSource,
     "hub": HubSource,
