@@ -33,10 +33,12 @@ from train.run.command import DONE, REJECTED
 from train.run.names import as_typed, quoted
 from train.run_folder.outcome import read_outcome
 from train.storage.atomic_io import write_atomic
-from train.storage.folders import make_folder, open_folder, sha256_bytes
+from train.storage.folders import is_s3, local_path, make_folder, open_folder, sha256_bytes
 from train.storage.imported import FLAG
 
 if TYPE_CHECKING:
+    from pandas import DataFrame
+
     from train.observe.report.run import Run
 
 KINDS = (
@@ -45,11 +47,15 @@ KINDS = (
 FILES = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".conll", ".gz")
 # at most this many of the last output lines are kept, to find the reason for a failure
 LINES = 1000
+# numbers of a run in a comparison
+MEASURED = ("steps", "examples", "tokens_per_s", "train_s", "wall_s", "cost_usd")
+MEASURED += ("peak_device_bytes", "peak_host_bytes")
 
 __all__ = [
     "Failure",
     "InputError",
     "Result",
+    "compare",
     "evaluate",
     "finetune",
     "predict",
@@ -70,6 +76,9 @@ class Result:
     # those of the exported weights or, without an export, of the last evaluation
     scores: dict[str, float]
     export: str | None  # a folder for from_pretrained; None if nothing was exported
+    report: (
+        str | None
+    )  # the page that `finetune` and `report` write by default; None if there is none
 
     def predict(self, rows: Any, **options: Any) -> list[dict[str, Any]]:
         """Return the model's prediction for each row; see `predict`."""
@@ -131,6 +140,32 @@ def report(*runs: str, output: str | None = None) -> Path:
     return Path(said.removeprefix("report: "))
 
 
+def compare(*runs: str) -> DataFrame:
+    """Return a pandas table with a row for each run: settings in which they differ, scores, speed, time and cost.
+
+    A score is that of the exported weights or, without an export, of the last evaluation. Unknown numbers are NaN.
+    Raises InputError if one is no run folder.
+    """
+    import pandas  # imported late, as what reads run folders is: it takes long
+
+    from train.observe.report.run import read_run, tell_apart
+
+    check(bool(runs), "there is nothing to compare: give the run_dir of each run")
+    found = [read_run(open_folder(location, S3Config())) for location in values(runs)]
+    tell_apart(found)
+    keys = sorted({key for run in found for key in run.config} - {"run_dir"})
+    differing = [key for key in keys if len({str(run.config.get(key)) for run in found}) > 1]
+    rows = [
+        {
+            **{key: run.config.get(key) for key in differing},
+            **final_scores(run),
+            **{key: run.summary[key] for key in MEASURED},
+        }
+        for run in found
+    ]
+    return pandas.DataFrame(rows, index=[run.label for run in found])
+
+
 def ended_run(command: str, arguments: list[str], ranks: int) -> Result:
     """Run a command that trains to its end, and return the run."""
     cfg = composed(command, arguments)
@@ -161,8 +196,23 @@ def ended_run(command: str, arguments: list[str], ranks: int) -> Result:
 
         scores = final_scores(read_run(folder))
     return Result(
-        location, str(now["outcome"]), int(now["step"] or 0), evaluations, scores, export
+        run_dir=location,
+        outcome=str(now["outcome"]),
+        step=int(now["step"] or 0),
+        metrics=evaluations,
+        scores=scores,
+        export=export,
+        report=report_of(location),
     )
+
+
+def report_of(location: str) -> str | None:
+    """Return the path of the page that a report on this run alone has by default, if it is there."""
+    folder = Path(f"{location.rstrip('/').rpartition('/')[2]}-report")
+    if not is_s3(location):
+        folder = local_path(location) / "report"
+    page = folder / "report.html"
+    return str(page) if page.is_file() else None
 
 
 def final_scores(run: Run) -> dict[str, float]:

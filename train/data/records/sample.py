@@ -16,7 +16,13 @@ from train.data.files.text import start_of
 from train.data.records.formats import format_of
 from train.data.records.located import local_copy
 from train.data.records.look import Column, columns_of
-from train.data.records.sources import FileSource, layout, open_source, readable_columns
+from train.data.records.sources import (
+    FileSource,
+    HubSource,
+    layout,
+    open_source,
+    readable_columns,
+)
 from train.storage.folders import is_s3, local_path, open_folder, scratch_folder
 
 ROWS_LOOKED_AT = 2_000
@@ -41,9 +47,9 @@ def sample_of(cfg: RecordsConfig, s3: S3Config, typed: Mapping[str, Any]) -> Sam
     Raises InputError if the data cannot be read.
     """
     found: dict[str, Any] = {}
-    if not typed.keys() & {"data.train", "data.validation"}:
-        found = splits_among(names_in_folder(cfg, s3))
     with scratch_folder() as scratch:
+        if not typed.keys() & {"data.train", "data.validation"}:
+            found = splits_among(names_in(cfg, s3, scratch))
         source = open_source(replace(cfg, **found), s3)
         if isinstance(source, FileSource):
             found |= form_of(source, typed, s3, scratch)
@@ -59,10 +65,11 @@ def sample_of(cfg: RecordsConfig, s3: S3Config, typed: Mapping[str, Any]) -> Sam
     return Sample(columns_of(rows), num_rows, settings, table.keys is not None)
 
 
-def names_in_folder(cfg: RecordsConfig, s3: S3Config) -> list[str]:
-    """Return the names of the files of rows in a folder, or of the splits of a saved data set."""
-    is_file = is_named(cfg.path) or not (is_s3(cfg.path) or local_path(cfg.path).is_dir())
-    if is_file or layout(cfg, s3) == "hub":
+def names_in(cfg: RecordsConfig, s3: S3Config, scratch: Path) -> list[str]:
+    """Return the names of the files of rows in a folder, or of the splits of a data set that is saved or on the Hub."""
+    if layout(cfg, s3) == "hub":
+        return HubSource(cfg, s3).splits(scratch)
+    if is_named(cfg.path) or not (is_s3(cfg.path) or local_path(cfg.path).is_dir()):
         return []
     names = open_folder(cfg.path, s3).names_here()
     if layout(cfg, s3) == "files":
