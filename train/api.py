@@ -8,7 +8,6 @@ the command fails. The error's text is the reason that the command printed.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import signal
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
@@ -36,20 +35,12 @@ from train.storage.atomic_io import write_atomic
 from train.storage.folders import is_s3, local_path, make_folder, open_folder, sha256_bytes
 from train.storage.imported import FLAG
 
-if TYPE_CHECKING:
-    from pandas import DataFrame
-
-    from train.observe.report.run import Run
-
 KINDS = (
     "give texts, or mappings from column names to values, in a list, a data frame or a data set"
 )
 FILES = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".conll", ".gz")
 # at most this many of the last output lines are kept, to find the reason for a failure
 LINES = 1000
-# numbers of a run in a comparison
-MEASURED = ("steps", "examples", "tokens_per_s", "train_s", "wall_s", "cost_usd")
-MEASURED += ("peak_device_bytes", "peak_host_bytes")
 
 __all__ = [
     "Failure",
@@ -140,30 +131,18 @@ def report(*runs: str, output: str | None = None) -> Path:
     return Path(said.removeprefix("report: "))
 
 
-def compare(*runs: str) -> DataFrame:
-    """Return a pandas table with a row for each run: settings in which they differ, scores, speed, time and cost.
+def compare(*runs: str) -> Any:
+    """Return a pandas.DataFrame with a row for each run: settings in which they differ, scores, speed, time and cost.
 
     A score is that of the exported weights or, without an export, of the last evaluation. Unknown numbers are NaN.
     Raises InputError if one is no run folder.
     """
-    import pandas  # imported late, as what reads run folders is: it takes long
-
-    from train.observe.report.run import read_run, tell_apart
+    from train.observe.report.run import beside, read_run, tell_apart  # imports pandas
 
     check(bool(runs), "there is nothing to compare: give the run_dir of each run")
     found = [read_run(open_folder(location, S3Config())) for location in values(runs)]
     tell_apart(found)
-    keys = sorted({key for run in found for key in run.config} - {"run_dir"})
-    differing = [key for key in keys if len({str(run.config.get(key)) for run in found}) > 1]
-    rows = [
-        {
-            **{key: run.config.get(key) for key in differing},
-            **final_scores(run),
-            **{key: run.summary[key] for key in MEASURED},
-        }
-        for run in found
-    ]
-    return pandas.DataFrame(rows, index=[run.label for run in found])
+    return beside(found)
 
 
 def ended_run(command: str, arguments: list[str], ranks: int) -> Result:
@@ -192,7 +171,7 @@ def ended_run(command: str, arguments: list[str], ranks: int) -> Result:
         export = f"{location.rstrip('/')}/export"
     scores = {}
     if evaluations:
-        from train.observe.report.run import read_run  # imported late: it imports pandas
+        from train.observe.report.run import final_scores, read_run  # imports pandas
 
         scores = final_scores(read_run(folder))
     return Result(
@@ -213,14 +192,6 @@ def report_of(location: str) -> str | None:
         folder = local_path(location) / "report"
     page = folder / "report.html"
     return str(page) if page.is_file() else None
-
-
-def final_scores(run: Run) -> dict[str, float]:
-    """Return the value of each score by which a run is judged; NaN if it is not finite."""
-    from train.observe.report.run import settled
-
-    values = {name: settled(points)[0] for name, points in run.summary["scores"].items()}
-    return {name: math.nan if value is None else value for name, value in values.items()}
 
 
 def prepare(settings: Sequence[str]) -> str:
