@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow
 import torch
-from datasets import Dataset, Features, concatenate_datasets
+from datasets import Dataset, Features
 
 from train.config import ModelConfig, TaskConfig, check
 from train.data.batches.buckets import BUCKET_SHIFT
@@ -124,15 +125,18 @@ class Predictor:
         """Return the features of rows, and the number of tokens cut from each row, [rows]."""
         featurizer = self.task.featurizer
         names = [name for name in spec_of(self.task.cfg).inputs if name in rows[0]]
+        schema = Features(featurizer.types).arrow_schema
         parts, tokens_cut = [], []
         for first in range(0, len(rows), TOKENISED_TOGETHER):
             part = rows[first : first + TOKENISED_TOGETHER]
             texts = {name: [row[name] for row in part] for name in names}
             indices = list(range(first, first + len(part)))
             columns = featurizer.features(texts, indices, split="new")
-            parts.append(Dataset.from_dict(columns, features=Features(featurizer.types)))
+            parts.append(pyarrow.Table.from_pydict(columns, schema=schema))
             tokens_cut.append(featurizer.tokens_cut)
-        return concatenate_datasets(parts), np.concatenate(tokens_cut)
+        # A given fingerprint saves the time to compute one from the content.
+        features = Dataset(pyarrow.concat_tables(parts), fingerprint="new")
+        return features, np.concatenate(tokens_cut)
 
     @torch.inference_mode()
     def statistics(

@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from train.config import (
+    EvaluatedConfig,
     Failure,
     RecordsConfig,
     TelemetryConfig,
@@ -64,7 +65,7 @@ class Model:
     trained: Trained
     output: Path | None
     step: int | None  # training step of the weights; None if unknown
-    # True if the rows were split off the training rows, which must then be read too.
+    # True if the rows were held out of the training rows.
     holds_out: bool
 
 
@@ -179,14 +180,14 @@ def main(arguments: Sequence[str]) -> int:
 def evaluate(cfg: TrainConfig, model: Model) -> int:
     rank_setup.prepare(launched(), forks=False)
     search_rarely()  # Garbage is collected rarely until the task is imported.
-    from train.data.records.sources import NO_ROWS
     from train.entry import leave_at_once
     from train.parallel.ranks import AGREED
     from train.run.evaluation import evaluate_alone
     from train.run.stopping import StoppedEarly, StopRequest
 
-    if isinstance(cfg.data, RecordsConfig) and not model.holds_out:
-        cfg = replace(cfg, data=replace(cfg.data, train=NO_ROWS))
+    if isinstance(cfg.data, RecordsConfig):
+        data = EvaluatedConfig(**vars(cfg.data), holds_out=model.holds_out)
+        cfg = replace(cfg, data=data)
     try:
         with (
             TemporaryDirectory(prefix="baretrain-evaluate-", ignore_cleanup_errors=True) as folder,

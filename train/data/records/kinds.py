@@ -81,10 +81,10 @@ class RowKind:
         return [name for names in self.columns_of(columns).values() for name in names_in(names)]
 
 
-def names_in(columns: str | tuple[str, ...]) -> tuple[str, ...]:
-    if isinstance(columns, tuple):
-        return columns
-    return (columns,)
+def names_in(columns: str | Sequence[str]) -> tuple[str, ...]:
+    if isinstance(columns, str):
+        return (columns,)
+    return tuple(columns)
 
 
 def holds(columns: Container[str], name: str) -> bool:

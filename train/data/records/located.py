@@ -38,8 +38,10 @@ class S3File:
         return head
 
     def copy(self, scratch: Path) -> Path:
-        """Copy the file into the folder of its location's copies, and return its path."""
+        """Copy the file, once, into the folder of its location's copies, and return its path."""
         path = scratch / "s3" / sha256_json(self.location)[:16] / self.name
+        if path.exists():
+            return path
         self.head()  # raises InputError if it does not exist
         with naming(f"{path} cannot be written", (OSError,)):
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import datasets
 from datasets.exceptions import DatasetsError
 
-from train.config import InputError, RecordsConfig, S3Config, check, shortlist
+from train.config import EvaluatedConfig, InputError, RecordsConfig, S3Config, check, shortlist
 from train.config.data import FILE_FORMATS, is_named
 from train.data.files.data_sets import open_builder
 from train.data.files.errors import LIBRARY_ERRORS
@@ -29,12 +29,11 @@ from train.data.records.saved import MARKS, saved_splits
 from train.storage.folders import at_once, is_s3, local_path, sha256_json
 from train.storage.hub_access import asking_hub, is_at_hub, why_missing
 
-NO_ROWS = ""  # the value of data.train in a run without training, which reads no training rows
 # These settings do not change which rows are read.
 NOT_READING = ("path", "num_workers", "verify", "cache_dir", "lengths", "max_bad_rows")
 
 
-def open_source(cfg: RecordsConfig, s3: S3Config) -> FileSource | SavedSource | HubSource:
+def open_source(cfg: RecordsConfig, s3: S3Config) -> Source:
     """Return the source of the data. Raises InputError if files are missing, or in training and in validation."""
     return SOURCES[layout(cfg, s3)](cfg, s3)
 
@@ -78,9 +77,10 @@ def settings_of(cfg: RecordsConfig) -> dict[str, Any]:
 def split_names(cfg: RecordsConfig) -> dict[str, str | None]:
     """Return each split's file, glob or name in the settings; None: the only file, or the split of the same name."""
     names: dict[str, str | None] = {}
-    if cfg.train != NO_ROWS:
+    reads_train = not isinstance(cfg, EvaluatedConfig) or cfg.holds_out
+    if reads_train:
         names["train"] = cfg.train
-    if cfg.train == NO_ROWS or cfg.validation is not None:
+    if cfg.validation is not None or not reads_train:
         names["validation"] = cfg.validation
     return {**names, **cfg.more_validation}
 
@@ -93,6 +93,20 @@ def named_tables(
         where = f"data set {cfg.path}, split {name or split}"
         tables[split] = [dataset_table(splits[split], where, wanted)]
     return tables
+
+
+def readable_columns(source: Source, scratch: Path) -> list[str]:
+    """Return the columns of the training data whose types can be read; [] if the format is text, which has no types."""
+    names = source.tables((), scratch)["train"][0].columns or []
+    with suppress(InputError):
+        source.tables(names, scratch)
+        return names
+    found = []
+    for name in names:
+        with suppress(InputError):
+            source.tables([name], scratch)
+            found.append(name)
+    return found
 
 
 class FileSource:
@@ -175,17 +189,25 @@ class HubSource:
 
     def tables(self, wanted: Collection[str], scratch: Path) -> dict[str, list[Table]]:
         names = split_names(self.cfg)
-        splits = {split: self.load(name or split, scratch) for split, name in names.items()}
+        with self.naming():
+            builder = self.prepared(scratch)
+            splits = {
+                split: builder.as_dataset(split=name or split) for split, name in names.items()
+            }
         return named_tables(splits, self.cfg, wanted)
 
-    def load(self, split: str, scratch: Path) -> datasets.Dataset:
+    def splits(self, scratch: Path) -> list[str]:
+        """Return the names of all splits."""
+        with self.naming():
+            return list(self.prepared(scratch).info.splits)
+
+    def prepared(self, scratch: Path) -> Any:
         where = {"path": self.cfg.path}
         if self.is_folder:
             where = {"path": str(local_path(self.cfg.path)), "cache_dir": str(scratch / "hub")}
-        with self.naming():
-            builder = open_builder(**where, name=self.cfg.name, revision=self.cfg.revision)
-            builder.download_and_prepare()
-            return builder.as_dataset(split=split)
+        builder = open_builder(**where, name=self.cfg.name, revision=self.cfg.revision)
+        builder.download_and_prepare()
+        return builder
 
     @contextmanager
     def naming(self) -> Iterator[None]:
@@ -203,7 +225,8 @@ class HubSource:
             raise InputError(f"data.path={path} cannot be read: {reason}{hint}") from error
 
 
-SOURCES: dict[str, type[FileSource | SavedSource | HubSource]] = {
+Source = FileSource | SavedSource | HubSource
+SOURCES: dict[str, type[Source]] = {
     "files": FileSource,
     "saved": SavedSource,
     "hub": HubSource,
