@@ -41,6 +41,9 @@ READING_PADDING = ("convbert", "fnet", "mobilebert", "nystromformer")
 # transformers makes special masks for these kinds of attention
 OWN_MASKS = ("flash_attention_2", "flex_attention")
 ENCODERS = ("encoder", "transformer")  # names of the module that contains all layers
+# GPUs multiply matrices fast if a row has a multiple of 16 bytes: 8 numbers of 16 bits. NVIDIA's guide to matrix
+# products advises multiples of 64 numbers, so that no tile of a product is only partly used.
+ALIGNED, LOGITS = 8, 64
 WHOLE_GRAPHS = 2  # graphs of a whole encoder: one for training and one for evaluation
 # The projections of ALBERT's and ELECTRA's embeddings to the hidden size.
 PROJECTIONS = ("embedding_hidden_mapping_in", "embeddings_project")
@@ -64,6 +67,8 @@ class Network(nn.Module):
         self.has_segments = getattr(network.config, "type_vocab_size", 0) >= 2
         # dtype of attention scores; None: the weights' dtype
         self.mask_dtype: torch.dtype | None = None
+        if hasattr(self.encoder, "get_rel_pos"):
+            keep_relative_positions(self.encoder)
 
     @property
     def inputs(self) -> list[str]:
@@ -154,6 +159,16 @@ class Network(nn.Module):
                 parts = [getattr(module, name, None) for name in names]
                 if all(type(part) is nn.Linear for part in parts):
                     _join(*parts)  # type: ignore[arg-type]
+
+    def align_logits(self) -> None:
+        """Compute logits with rows of a multiple of LOGITS numbers, unless the vocabulary is a multiple of ALIGNED.
+
+        A GPU takes longer for misaligned rows. Each pass adds zeros to the weight and leaves the extra logits out, so
+        that weights, checkpoints and results keep the vocabulary's size.
+        """
+        decoder = self.network.get_output_embeddings()
+        if type(decoder) is nn.Linear and decoder.out_features % ALIGNED:
+            decoder.forward = partial(_aligned, decoder)  # type: ignore[method-assign]
 
     def compile_layers(self, optimised: Callable[[Any], Any], *, widens: bool = False) -> int:
         """Replace each layer's forward by `optimised(forward)`. Returns the number of graphs per input shape.
@@ -267,6 +282,28 @@ def with_unread_masks(*, given: bool) -> Iterator[None]:
         import_utils.is_cuda_stream_capturing = is_recording
 
 
+def keep_relative_positions(encoder: nn.Module) -> None:
+    """Compute DeBERTa's relative positions [1, S, S] once for each length S, instead of in every pass.
+
+    Version 2, which is also that of DeBERTa v3, copies a number from the host to compute them. A CUDA graph cannot
+    contain this. XLA computes them inside its graph.
+    """
+    known: dict[tuple[int, torch.device], Tensor | None] = {}
+
+    def give(module: Any, args: Any, options: Any) -> Any:
+        hidden = args[0]
+        if hidden.device.type == "xla":
+            return None
+        key = (hidden.size(1), hidden.device)
+        if key not in known:
+            # predictions would make a tensor that training cannot use
+            with torch.inference_mode(False):
+                known[key] = module.get_rel_pos(hidden)
+        return args, {**options, "relative_pos": known[key]}
+
+    encoder.register_forward_pre_hook(give, with_kwargs=True)
+
+
 def is_norm(module: nn.Module) -> bool:
     """Return whether a module is a norm over features: PyTorch's, or one of transformers' RMS norms."""
     return isinstance(module, nn.LayerNorm | nn.RMSNorm) or type(module).__name__.endswith(
@@ -276,6 +313,21 @@ def is_norm(module: nn.Module) -> bool:
 
 def _returned_in(dtype: torch.dtype, _module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
     return output.to(dtype)
+
+
+def _aligned(decoder: nn.Linear, hidden: Tensor) -> Tensor:
+    """Return what `decoder` returns for `hidden` [..., H], a part of a tensor whose rows are aligned."""
+    weight = decoder.weight
+    bias = decoder.bias
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        # Autocast would do so after the zeros are added, which would take longer.
+        weight = weight.to(torch.get_autocast_dtype(device))
+    extra = -decoder.out_features % LOGITS
+    weight = F.pad(weight, (0, 0, 0, extra))
+    if bias is not None:
+        bias = F.pad(bias, (0, extra))
+    return F.linear(hidden, weight, bias)[..., : decoder.out_features]
 
 
 def _join(query: nn.Linear, key: nn.Linear, value: nn.Linear) -> None:

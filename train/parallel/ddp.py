@@ -125,7 +125,11 @@ class DDP(Backend):
         from train.models.network import Network  # late: it imports transformers
 
         model.to(self.device)
-        if not self.is_cuda and self.precision == "bf16" and isinstance(model, Network):
+        if not isinstance(model, Network):
+            return
+        if self.is_cuda:
+            model.align_logits()
+        elif self.precision == "bf16":
             model.attend_by_products(torch.bfloat16)
 
     def compile_loss(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
