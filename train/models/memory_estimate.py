@@ -17,13 +17,22 @@ OPTIMIZER_BYTES = 12
 WEIGHT_BYTES = {"bf16_stochastic": 2, "bf16_master": 6}
 
 
-def state_gib(cfg: TrainConfig, shape: Shape, *, world_size: int, precision: str) -> float:
+def state_gib(
+    cfg: TrainConfig, shape: Shape, *, world_size: int, ranks_per_machine: int, precision: str
+) -> float:
     """Return the GiB of a rank's weights, gradients and moments."""
     head = cfg.task.head_size(cfg.seq_len or 1)
     trained = shape.trained_parameters(head, freeze_layers=cfg.model.freeze_layers)
     weights_bytes = WEIGHT_BYTES.get(precision, 4) * shape.trained_parameters(head)
     whole_bytes = weights_bytes + OPTIMIZER_BYTES * trained
-    return whole_bytes * cfg.parallel.held_share(world_size) / GIB
+    device_gib = cfg.instance.device_memory_gib
+    holders = cfg.parallel.num_holders(
+        world_size,
+        ranks_per_machine,
+        state_bytes=whole_bytes,
+        device_bytes=None if device_gib is None else device_gib * GIB,
+    )
+    return whole_bytes / holders / GIB
 
 
 def advice(cfg: TrainConfig, *, world_size: int) -> str:
