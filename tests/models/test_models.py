@@ -10,7 +10,7 @@ from transformers import AutoModelForMaskedLM, DebertaV2Config
 from transformers.activations import ACT2FN
 from transformers.models.deberta_v2 import modeling_deberta_v2
 
-from train.config import HeadSize, ModelConfig
+from train.config import BackendConfig, HeadSize, ModelConfig
 from train.models.encoder import build_masked_lm, states_at
 from train.models.heads import PaddedEncoder
 from train.parallel.ddp import DDP
@@ -138,6 +138,7 @@ def test_relative_positions_are_computed_once_for_a_length_and_change_nothing(mo
     )
     network = modeling_deberta_v2.DebertaV2ForSequenceClassification(config)
     model = PaddedEncoder(network).eval()
+    DDP(BackendConfig(device="cpu")).place(model)
     ids, segments, _ = batch()
 
     def answers(model):
@@ -204,3 +205,24 @@ def test_on_a_gpu_rows_of_logits_are_aligned_and_nothing_else_changes(
     model.export(tmp_path)
     plain = AutoModelForMaskedLM.from_pretrained(tmp_path)
     assert plain.get_output_embeddings().weight.shape[0] == V
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows", "length", "is_too_much"),
+    [
+        # BERT-large and BERT-base; a CUDA graph of PyTorch 2.9 has room for 2 ** 32 random numbers
+        ((24, 16), 64, 512, True),
+        ((24, 16), 32, 512, False),
+        ((12, 12), 128, 512, True),
+        ((12, 12), 128, 128, False),
+    ],
+)
+def test_the_random_numbers_of_a_pass_are_counted(sizes, rows, length, is_too_much):
+    with torch.device("meta"):
+        model = build("bert")
+    config = model.network.config
+    config.num_hidden_layers, config.num_attention_heads = sizes
+    assert model.drawn_numbers(rows, length) == sizes[0] * sizes[1] * rows * length**2
+    assert (model.drawn_numbers(rows, length) >= 2**32) == is_too_much
+    config.attention_probs_dropout_prob = 0.0
+    assert model.drawn_numbers(rows, length) == 0

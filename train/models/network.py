@@ -40,6 +40,7 @@ CHOOSING = ("deberta", "deberta-v2")
 READING_PADDING = ("convbert", "fnet", "mobilebert", "nystromformer")
 # transformers makes special masks for these kinds of attention
 OWN_MASKS = ("flash_attention_2", "flex_attention")
+DROPOUTS_OF_ATTENTION = ("attention_probs_dropout_prob", "attention_dropout")
 ENCODERS = ("encoder", "transformer")  # names of the module that contains all layers
 # GPUs multiply matrices fast if a row has a multiple of 16 bytes: 8 numbers of 16 bits. NVIDIA's guide to matrix
 # products advises multiples of 64 numbers, so that no tile of a product is only partly used.
@@ -67,8 +68,6 @@ class Network(nn.Module):
         self.has_segments = getattr(network.config, "type_vocab_size", 0) >= 2
         # dtype of attention scores; None: the weights' dtype
         self.mask_dtype: torch.dtype | None = None
-        if hasattr(self.encoder, "get_rel_pos"):
-            keep_relative_positions(self.encoder)
 
     @property
     def inputs(self) -> list[str]:
@@ -160,6 +159,27 @@ class Network(nn.Module):
                 if all(type(part) is nn.Linear for part in parts):
                     _join(*parts)  # type: ignore[arg-type]
 
+    def keep_relative_positions(self) -> None:
+        """Compute DeBERTa's relative positions [1, S, S] once for each length S, instead of in every pass.
+
+        Version 2, which is also that of DeBERTa v3, copies a number from the host to compute them. A CUDA graph cannot
+        contain this. Do not call this for XLA, which computes them inside its graph.
+        """
+        known: dict[tuple[int, torch.device], Tensor | None] = {}
+
+        def give(module: Any, args: Any, options: Any) -> Any:
+            hidden = args[0]
+            key = (hidden.size(1), hidden.device)
+            if key not in known:
+                # predictions would make a tensor that training cannot use
+                with torch.inference_mode(False):
+                    known[key] = module.get_rel_pos(hidden)
+            return args, {**options, "relative_pos": known[key]}
+
+        encoder = self.encoder
+        if encoder is not None and hasattr(encoder, "get_rel_pos"):
+            encoder.register_forward_pre_hook(give, with_kwargs=True)
+
     def align_logits(self) -> None:
         """Compute logits with rows of a multiple of LOGITS numbers, unless the vocabulary is a multiple of ALIGNED.
 
@@ -210,6 +230,18 @@ class Network(nn.Module):
         """The module that contains only the layers; None if the architecture has no such module."""
         parts = (getattr(self.network.base_model, name, None) for name in ENCODERS)
         return next((part for part in parts if isinstance(part, nn.Module)), None)
+
+    def drawn_numbers(self, rows: int, length: int) -> int:
+        """Return how many random numbers attention's dropout draws in a pass over `rows` rows of `length` tokens.
+
+        This counts SDPA that reads a mask or computes in fp32, which draws one for each pair of tokens. Without a mask,
+        SDPA in 16 bits draws few, and other attention too.
+        """
+        config = self.network.config
+        rates = [getattr(config, name, 0.0) for name in DROPOUTS_OF_ATTENTION]
+        if config._attn_implementation != "sdpa" or not any(rates):
+            return 0
+        return int(config.num_hidden_layers * config.num_attention_heads * rows * length**2)
 
     def known_layers(self) -> list[Any]:
         layers = repeated_layers(self.network)
@@ -282,28 +314,6 @@ def with_unread_masks(*, given: bool) -> Iterator[None]:
         import_utils.is_cuda_stream_capturing = is_recording
 
 
-def keep_relative_positions(encoder: nn.Module) -> None:
-    """Compute DeBERTa's relative positions [1, S, S] once for each length S, instead of in every pass.
-
-    Version 2, which is also that of DeBERTa v3, copies a number from the host to compute them. A CUDA graph cannot
-    contain this. XLA computes them inside its graph.
-    """
-    known: dict[tuple[int, torch.device], Tensor | None] = {}
-
-    def give(module: Any, args: Any, options: Any) -> Any:
-        hidden = args[0]
-        if hidden.device.type == "xla":
-            return None
-        key = (hidden.size(1), hidden.device)
-        if key not in known:
-            # predictions would make a tensor that training cannot use
-            with torch.inference_mode(False):
-                known[key] = module.get_rel_pos(hidden)
-        return args, {**options, "relative_pos": known[key]}
-
-    encoder.register_forward_pre_hook(give, with_kwargs=True)
-
-
 def is_norm(module: nn.Module) -> bool:
     """Return whether a module is a norm over features: PyTorch's, or one of transformers' RMS norms."""
     return isinstance(module, nn.LayerNorm | nn.RMSNorm) or type(module).__name__.endswith(
@@ -317,7 +327,7 @@ def _returned_in(dtype: torch.dtype, _module: nn.Module, _inputs: Any, output: T
 
 def _aligned(decoder: nn.Linear, hidden: Tensor) -> Tensor:
     """Return what `decoder` returns for `hidden` [..., H], a part of a tensor whose rows are aligned."""
-    weight = decoder.weight
+    weight: Tensor = decoder.weight
     bias = decoder.bias
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
