@@ -284,10 +284,8 @@ def test_each_machine_holds_a_whole_copy_and_only_the_first_saves_it(
 def test_weights_are_split_within_a_machine_that_has_the_memory(
     ranks, state_gib, device_gib, holders
 ):
-    device_bytes = None if device_gib is None else device_gib * 2**30
-    found = FSDPConfig().num_holders(
-        *ranks, state_bytes=state_gib * 2**30, device_bytes=device_bytes
-    )
+    filled = state_gib / device_gib if device_gib else 0
+    found = FSDPConfig().num_holders(*ranks, devices_filled=filled)
     assert found == holders
 
 

@@ -54,17 +54,11 @@ class ParallelConfig(Section, prefix="parallel."):
         """Raise InputError if the backend has settings that this split does not support."""
 
     def num_holders(
-        self,
-        world_size: int,
-        ranks_per_machine: int,
-        *,
-        state_bytes: float,
-        device_bytes: float | None,
+        self, world_size: int, ranks_per_machine: int, *, devices_filled: float
     ) -> int:
         """Return the number of ranks that share one copy of the model's state.
 
-        The weights, gradients and moments take `state_bytes`. `device_bytes` is the memory of a rank's device; None if
-        it is unknown.
+        The weights, gradients and moments would fill this many devices; 0 if the devices' memory is unknown.
         """
         return 1
 
@@ -86,17 +80,10 @@ class FSDPConfig(ParallelConfig):
     reshard_after_forward: bool = True
 
     def num_holders(
-        self,
-        world_size: int,
-        ranks_per_machine: int,
-        *,
-        state_bytes: float,
-        device_bytes: float | None,
+        self, world_size: int, ranks_per_machine: int, *, devices_filled: float
     ) -> int:
         # Weights are gathered in every pass, so they cross the network between machines only if they must.
-        has_room = (
-            device_bytes is None or state_bytes / ranks_per_machine <= STATE_SHARE * device_bytes
-        )
+        has_room = devices_filled <= STATE_SHARE * ranks_per_machine
         if has_room and ranks_per_machine > 1 and world_size % ranks_per_machine == 0:
             return ranks_per_machine
         return world_size
@@ -203,12 +190,7 @@ class PipelineConfig(ParallelConfig):
         )
 
     def num_holders(
-        self,
-        world_size: int,
-        ranks_per_machine: int,
-        *,
-        state_bytes: float,
-        device_bytes: float | None,
+        self, world_size: int, ranks_per_machine: int, *, devices_filled: float
     ) -> int:
         return self.stages
 

@@ -7,6 +7,8 @@ counted: `baretrain bench` measures the peak.
 
 from __future__ import annotations
 
+import math
+
 from train.config import TrainConfig
 from train.models.model_sizes import Shape
 
@@ -25,13 +27,8 @@ def state_gib(
     trained = shape.trained_parameters(head, freeze_layers=cfg.model.freeze_layers)
     weights_bytes = WEIGHT_BYTES.get(precision, 4) * shape.trained_parameters(head)
     whole_bytes = weights_bytes + OPTIMIZER_BYTES * trained
-    device_gib = cfg.instance.device_memory_gib
-    holders = cfg.parallel.num_holders(
-        world_size,
-        ranks_per_machine,
-        state_bytes=whole_bytes,
-        device_bytes=None if device_gib is None else device_gib * GIB,
-    )
+    filled = whole_bytes / GIB / (cfg.instance.device_memory_gib or math.inf)
+    holders = cfg.parallel.num_holders(world_size, ranks_per_machine, devices_filled=filled)
     return whole_bytes / holders / GIB
 
 

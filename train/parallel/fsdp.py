@@ -206,9 +206,8 @@ def shards_of(cfg: FSDPConfig, backend: Backend, model: nn.Module) -> int:
     else:
         device_bytes = total_memory_bytes() // world.local_size
     state_bytes = STATE_BYTES * sum(weight.numel() for weight in model.parameters())
-    own = cfg.num_holders(
-        world.size, world.local_size, state_bytes=state_bytes, device_bytes=device_bytes
-    )
+    filled = state_bytes / device_bytes
+    own = cfg.num_holders(world.size, world.local_size, devices_filled=filled)
     # all ranks must shard alike, even if machines differ
     everywhere = set(world.all_gather_object((own, world.local_size)))
     if len(everywhere) > 1:
