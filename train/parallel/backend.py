@@ -106,8 +106,11 @@ class Backend(ABC):
     def all_reduce(self, tensors: list[Tensor]) -> None:
         """Sum device tensors over the ranks, in place, with the collectives that reduce gradients."""
 
-    def mesh(self) -> DeviceMesh:
-        """Return a mesh of all ranks' devices, for engines that split tensors."""
+    def mesh(self, num_shards: int) -> DeviceMesh:
+        """Return a mesh of all ranks' devices, for engines that split tensors over `num_shards` ranks.
+
+        It has two dimensions, copies and shards, if there are several copies.
+        """
         raise NotImplementedError
 
     def subgroup(self, ranks: list[int]) -> dist.ProcessGroup:

@@ -125,7 +125,12 @@ class DDP(Backend):
         from train.models.network import Network  # late: it imports transformers
 
         model.to(self.device)
-        if not self.is_cuda and self.precision == "bf16" and isinstance(model, Network):
+        if not isinstance(model, Network):
+            return
+        model.keep_relative_positions()
+        if self.is_cuda:
+            model.align_logits()
+        elif self.precision == "bf16":
             model.attend_by_products(torch.bfloat16)
 
     def compile_loss(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -158,8 +163,12 @@ class DDP(Backend):
         for tensor in tensors:
             dist.all_reduce(tensor)
 
-    def mesh(self) -> DeviceMesh:
-        return init_device_mesh(self.device.type, (self.world.size,))
+    def mesh(self, num_shards: int) -> DeviceMesh:
+        sizes = (self.world.size // num_shards, num_shards)
+        if sizes[0] == 1:
+            return init_device_mesh(self.device.type, (num_shards,))
+        with without_stdout():  # gloo prints how many ranks have connected
+            return init_device_mesh(self.device.type, sizes, mesh_dim_names=("copies", "shards"))
 
     def subgroup(self, ranks: list[int]) -> dist.ProcessGroup:
         with without_stdout():  # gloo prints how many ranks have connected
