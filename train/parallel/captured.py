@@ -150,9 +150,8 @@ class Graphs:
         try:
             with self.proof.other_numbers():
                 replay = self.record(function, held)
-        except (
-            Exception
-        ) as error:  # any operation may fail; recording runs no kernel, so the step can still run
+        # any operation may fail; recording runs no kernel, so the step can still run
+        except Exception as error:
             # ending the failed recording raises a second error
             cause = brief(error.__context__ or error)
         else:
