@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from math import isfinite
@@ -93,7 +94,8 @@ class PaddedEncoder(Network):
 def logits_of(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     """Return a PaddedEncoder's logits for a batch. A batch without padding has no attention mask."""
     mask = inputs.get("attention_mask")
-    with with_unread_masks(given=mask is not None):
+    unread = nullcontext() if mask is None else with_unread_masks(given=True)
+    with unread:
         logits: Tensor = model(inputs["input_ids"], mask, inputs["token_type_ids"])
     return logits
 

@@ -38,6 +38,8 @@ CHOOSING = ("deberta", "deberta-v2")
 # An answer of these architectures also depends on how many tokens of padding follow a row, in spite of the mask:
 # through convolutions, Fourier transforms, pooled or averaged positions, or the embedding of the next token.
 READING_PADDING = ("convbert", "fnet", "mobilebert", "nystromformer")
+# These architectures make a mask of ones if they are given none.
+MAKING_MASKS = ("big_bird", "luke", "megatron-bert", "nystromformer", "rembert", "roformer")
 # transformers makes special masks for these kinds of attention
 OWN_MASKS = ("flash_attention_2", "flex_attention")
 DROPOUTS_OF_ATTENTION = ("attention_probs_dropout_prob", "attention_dropout")
@@ -68,6 +70,11 @@ class Network(nn.Module):
         self.has_segments = getattr(network.config, "type_vocab_size", 0) >= 2
         # dtype of attention scores; None: the weights' dtype
         self.mask_dtype: torch.dtype | None = None
+
+    @property
+    def makes_masks(self) -> bool:
+        """True if the model makes a mask even if it is given none."""
+        return self.network.config.model_type in MAKING_MASKS
 
     @property
     def inputs(self) -> list[str]:
@@ -301,7 +308,7 @@ class Network(nn.Module):
 
 @contextmanager
 def with_unread_masks(*, given: bool) -> Iterator[None]:
-    """Make transformers use a mask if one is `given`, and none otherwise, without reading it.
+    """Make transformers use a mask if one is `given`, or made by the model, and none otherwise, without reading it.
 
     Otherwise it would read which tokens are padding in order to drop masks that hide nothing, except while a CUDA graph
     is recorded. Reading waits for the device, so a CUDA graph cannot contain it.

@@ -191,9 +191,12 @@ class Backend(ABC):
 
 
 def peak_device_bytes() -> int | None:
-    """Return the peak bytes that PyTorch allocated on this process's device; None if PyTorch does not count them."""
+    """Return the peak bytes that PyTorch reserved on this process's device; None if PyTorch does not count them.
+
+    This includes memory that CUDA graphs keep and that no tensor uses.
+    """
     if torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated()
+        return torch.cuda.max_memory_reserved()
     return None
 
 

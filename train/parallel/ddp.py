@@ -63,6 +63,7 @@ class DDP(Backend):
         self.recomputes = cfg.activation_checkpointing
         self.deterministic = self.is_cuda and cfg.deterministic
         self.captures = captures_steps(cfg, self.device, self.precision, world.size)
+        self.must_capture = cfg.cuda_graphs is True
         if self.captures:
             self.adamw["capturable"] = True
         if self.is_cuda:
@@ -153,7 +154,8 @@ class DDP(Backend):
                 hook.remove()
 
     def grad_sync(self, model: nn.Module, *, accumulation: int) -> GradSync:
-        if not self.world.is_distributed:
+        # DDP's hooks run on the stream on which it was built, and cannot be recorded.
+        if self.world.size == 1:
             return GradSync(model, self.device)
         return DDPSync(
             model, self.device, self.world.size, accumulation, compresses=self.compresses
