@@ -335,7 +335,7 @@ def _returned_in(dtype: torch.dtype, _module: nn.Module, _inputs: Any, output: T
 def _aligned(decoder: nn.Linear, hidden: Tensor) -> Tensor:
     """Return what `decoder` returns for `hidden` [..., H], a part of a tensor whose rows are aligned."""
     weight: Tensor = decoder.weight
-    bias = decoder.bias
+    bias: Tensor | None = decoder.bias
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         # Autocast would do so after the zeros are added, which would take longer.
