@@ -35,7 +35,6 @@ from train.models.heads import (
 )
 from train.run_folder.samples import Answer, Guess, Sample, excerpt
 from train.storage.folders import Folder, canonical_json
-from train.tasks.predictor import Predictor, trained_task
 from train.tasks.spec import Task
 from train.tasks.state import TaskState, files_beside
 from train.tasks.table import spec_of
@@ -373,15 +372,6 @@ class TextTask(Task):
         model.export(folder, self.files_beside(model))
 
     # ---- samples ---------------------------------------------------------------------------------------------------
-
-    def samples(self, export: Path, most: int) -> list[Sample]:
-        # The model answers as in `baretrain predict`, on the CPU: the run's backend still uses the devices.
-        rows = list(self.sampled_rows(most))
-        if not rows:
-            return []
-        task = trained_task(str(export), self.run_cfg.seq_len)
-        answers = Predictor(task, self.data.lengths).predict(rows, batch_size=8)
-        return [task.sample(row, answer) for row, answer in zip(rows, answers, strict=True)]
 
     def sampled_rows(self, most: int) -> Iterator[Entry]:
         """Yield rows spread over the validation table: at most MOST_CHARS_READ characters."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from train.tasks.texts import Sizes, every_length
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from train.run_folder.samples import Sample
     from train.tasks.finetune import TextTask
 
 # Rows; until tokens are in an Arrow table, they use ten times as much memory.
@@ -167,3 +169,15 @@ def lengths_of(task: TextTask) -> tuple[int, ...]:
     if task.sizes.has_one_length:
         return (seq_len,)
     return every_length(task.shortest, seq_len)
+
+
+def samples_of(
+    rows: list[dict[str, Any]], export: Path, *, seq_len: int | None, lengths: Any
+) -> list[Sample]:
+    """Return the exported model's answers to rows with known answers. `lengths` is data.lengths of its run.
+
+    The model runs on the CPU, since the run's backend still uses the devices.
+    """
+    task = trained_task(str(export), seq_len)
+    answers = Predictor(task, lengths).predict(rows, batch_size=8)
+    return [task.sample(row, answer) for row, answer in zip(rows, answers, strict=True)]

@@ -60,8 +60,16 @@ NUMBERS = (  # the keys of metrics lines that the report reads, besides scores; 
     "peak_host_bytes",
 )
 
-COMPARED = ("steps", "examples", "tokens_per_s", "train_s", "wall_s", "cost_usd")
-COMPARED += ("peak_device_bytes", "peak_host_bytes")
+COMPARED = (
+    "steps",
+    "examples",
+    "tokens_per_s",
+    "train_s",
+    "wall_s",
+    "cost_usd",
+    "peak_device_bytes",
+    "peak_host_bytes",
+)
 
 # ---- reading -------------------------------------------------------------------------------------------------------
 
