@@ -83,7 +83,7 @@ def too_random(
     if drawn < MOST_DRAWN:
         return ""
     return (
-        f"attention's dropout draws {drawn:,} random numbers, and a graph of PyTorch {version} has room for "
+        f"attention's dropout draws {drawn:,} random numbers, and a graph of PyTorch {version} counts up to "
         f"{MOST_DRAWN:,}; lower micro_batch_size, or use PyTorch 2.10"
     )
 
