@@ -21,7 +21,8 @@ from train import loop
 from train.config import BackendConfig, DataParallelConfig, FSDPConfig, OptimConfig
 from train.parallel import captured, ddp
 from train.parallel.data import Captured, DataParallel
-from train.parallel.engines import build_engine, sent
+from train.parallel.engines import build_engine
+from train.parallel.grad_sync import sent
 from train.run.stopping import StopRequest
 from train.storage import imported
 from train.tasks.finetune import TextTask
