@@ -371,7 +371,7 @@ def benchmark(options: argparse.Namespace, home: Path) -> list[Result]:
         done.append(line)
         with file.open("a") as lines:
             lines.write(json.dumps(line) + "\n")
-        if seed or side != "ours" or task != "tweets":  # there_and_back goes on from that one
+        if seed or side != "ours" or task != "tweets":  # there_and_back needs that one
             shutil.rmtree(folder)
     return done
 
