@@ -22,7 +22,6 @@ from train.parallel.nonfinite import changed_by
 
 if TYPE_CHECKING:
     from train.parallel.backend import State
-    from train.parallel.engines import Engine
 
 # Largest relative differences between a replay and a plain step. Kernels add in varying order, and cuBLAS may choose
 # other ones for a recording. They were not measured on a GPU.
@@ -51,7 +50,7 @@ class Before(NamedTuple):
 class Proof:
     """Compares replays of an engine's graphs with plain steps."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Any) -> None:
         """Compare the steps of `engine`, a `Captured` of train/parallel/data.py, which imports this file."""
         # Without a cycle of references, device memory is freed as soon as the engine is.
         self.engine: Any = proxy(engine)
