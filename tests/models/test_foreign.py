@@ -603,7 +603,8 @@ def described(tmp_path, monkeypatch):
 
 def rows_of(folder):
     source = HubSource(RecordsConfig(path=str(folder), format="hub"), S3Config())
-    return source.load("train", folder.parent / "scratch")["text"][:]
+    (table,) = source.tables(["text"], folder.parent / "scratch")["train"]
+    return [row["text"] for _, row in table.rows()]
 
 
 def documents_of(folder, data_files=None):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from train import entry
-from train.config import RecordsConfig, S3Config, TrainConfig, check, flatten, plural, shortlist
+from train.config import RecordsConfig, S3Config, TrainConfig, check, flatten, shortlist
 from train.machine.console import say
 from train.machine.launched import launched
 from train.machine.torchrun import end_torchrun
@@ -194,7 +194,7 @@ def sentences(sample: Sample, reading: Reading, settings: Mapping[str, Any]) -> 
     if held_out:
         rows = f"rows: {sample.num_rows:,} for training; validation on {held_out}"
     lengths = [
-        plural(float(settings[key]), unit)
+        f"{settings[key]} {unit if str(settings[key]) == '1' else unit + 's'}"
         for key, unit in LENGTHS.items()
         if settings.get(key) not in (None, "null")
     ]
