@@ -28,7 +28,7 @@ def check_early(cfg: TrainConfig, world_size: int) -> None:
     if isinstance(cfg.data, RecordsConfig):
         check_rows(cfg, cfg.data)
     else:
-        from train.data.shards.format import read_manifest
+        from train.data.shards.manifest import read_manifest
 
         read_manifest(local_path(cfg.data.path))
 

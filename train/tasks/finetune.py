@@ -20,7 +20,7 @@ from train.config import DataParallelConfig, RecordsConfig, TrainConfig
 from train.data.batches.buckets import Buckets
 from train.data.random_bits import EVAL_STREAM, hash_uniform
 from train.data.records.featurizer import Featurizer
-from train.data.records.sources import NO_ROWS
+from train.data.records.located import NO_ROWS
 from train.data.records.table_facts import column, cut_words, padding_share
 from train.data.records.tables import open_tables
 from train.data.records.token_rows import TokenRows

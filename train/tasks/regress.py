@@ -20,7 +20,7 @@ from train.config.tasks import RegressConfig
 from train.data.files.errors import BadRow
 from train.data.records.content_checks import PLAIN_NUMBER, is_number
 from train.data.records.kinds import STRING, RowKind
-from train.data.records.sources import NO_ROWS
+from train.data.records.located import NO_ROWS
 from train.data.records.table_facts import column
 from train.data.records.token_rows import TokenRows
 from train.models.heads import PaddedEncoder, Scale, default_names, learn_scaled, names_of_head

@@ -179,7 +179,7 @@ def main(arguments: Sequence[str]) -> int:
 def evaluate(cfg: TrainConfig, model: Model) -> int:
     rank_setup.prepare(launched(), forks=False)
     search_rarely()  # Garbage is collected rarely until the task is imported.
-    from train.data.records.sources import NO_ROWS
+    from train.data.records.located import NO_ROWS
     from train.entry import leave_at_once
     from train.parallel.ranks import AGREED
     from train.run.evaluation import evaluate_alone

@@ -27,9 +27,10 @@ from train.data.records.content_checks import (
 )
 from train.data.records.examples import Dropped, learnt_examples, new_examples
 from train.data.records.formats import Table
-from train.data.records.kinds import STRING, RowKind, names_in
+from train.data.records.kinds import STRING, RowKind
 from train.data.records.labels import LabelNames
 from train.data.records.located import MAX_LISTED
+from train.data.records.row import names_in
 from train.data.records.sources import layout, open_source
 from train.machine import progress
 from train.machine.progress import Phase

@@ -17,10 +17,9 @@ from train.data.files.text import start_of
 from train.data.records.formats import Table, format_of
 from train.data.records.located import local_copy
 from train.data.records.look import Column, columns_of
-from train.data.records.sources import FileSource, HubSource, SavedSource, layout, open_source
+from train.data.records.sources import FileSource, Source, layout, open_source
 from train.storage.folders import is_s3, local_path, open_folder, scratch_folder
 
-Source = FileSource | SavedSource | HubSource
 ROWS_LOOKED_AT = 2_000
 TRAIN_WORDS = {"train", "training"}
 VALIDATION_WORDS = {"validation", "valid", "val", "dev", "development"}
