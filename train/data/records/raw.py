@@ -7,7 +7,7 @@ reported; more than `data.max_bad_rows` are an error.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import numpy as np
 from datasets.arrow_writer import ArrowWriter
 
 from train.config import RecordsConfig, S3Config, check, shortlist
-from train.config.data import FILE_FORMATS, is_named
 from train.data.files.errors import naming
 from train.data.random_bits import draw_rows, text_uniform
 from train.data.records.content_checks import (
@@ -31,7 +30,7 @@ from train.data.records.kinds import STRING, RowKind
 from train.data.records.labels import LabelNames
 from train.data.records.located import MAX_LISTED
 from train.data.records.row import names_in
-from train.data.records.sources import layout, open_source
+from train.data.records.sources import layout, of_new_rows, open_source
 from train.machine import progress
 from train.machine.progress import Phase
 from train.storage.folders import scratch_folder
@@ -187,10 +186,7 @@ def read_texts(
     The target is missing if the data lacks it. Raises InputError if a row cannot be read (the message names it), or if
     the data lacks the column for a key in `named`.
     """
-    new = replace(cfg, path=path, train=None, validation=None, more_validation={}, format="auto")
-    says_format = is_named(path) and not path.endswith(".json")
-    if cfg.format in FILE_FORMATS and not says_format:
-        new.format = cfg.format
+    new = of_new_rows(cfg, path)
     check(layout(new, s3) != "hub", f"{path}: there is no such file or folder")
     names = LabelNames(new, kind, known=labels)
     with scratch_folder() as scratch:

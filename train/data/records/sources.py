@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -113,3 +113,12 @@ class FileSource:
             ]
             for split, files in self.files.items()
         }
+
+
+def of_new_rows(cfg: RecordsConfig, path: str) -> RecordsConfig:
+    """Return the settings that read a file of new rows like the training data."""
+    new = replace(cfg, path=path, train=None, validation=None, more_validation={}, format="auto")
+    says_format = is_named(path) and not path.endswith(".json")
+    if cfg.format in FILE_FORMATS and not says_format:
+        new.format = cfg.format
+    return new
