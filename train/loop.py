@@ -57,13 +57,8 @@ def run(cfg: TrainConfig, stop: StopRequest, *, on_line: OnLine | None = None) -
     with stop.nothing_to_save():
         check_launch(cfg.instance, launched())
         check_attention(cfg)
-        if cfg.hub.push_to is not None:
-            from train.observe.push import check_push  # few runs need it
-
-            check_push(cfg)
         saves = on_line is None
-        if saves and launched().rank == 0:
-            check_trackers(cfg.telemetry)
+        check_services(cfg, saves=saves)
         task = build_task(cfg)
         check_layers(cfg)
         plan = make_plan(
@@ -88,6 +83,16 @@ def run(cfg: TrainConfig, stop: StopRequest, *, on_line: OnLine | None = None) -
             raise failure
         record_end(attempt, reason, step)
     return reason, step
+
+
+def check_services(cfg: TrainConfig, *, saves: bool) -> None:
+    """Raise InputError if the Hub or a tracker would not take what the run sends to it."""
+    if cfg.hub.push_to is not None:
+        from train.observe.push import check_push  # few runs need it
+
+        check_push(cfg)
+    if saves and launched().rank == 0:
+        check_trackers(cfg.telemetry)
 
 
 def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str, int]:
@@ -219,7 +224,7 @@ class Training:
         rank that cannot continue.
         """
         cfg, plan, watch = self.attempt.cfg, self.attempt.plan, self.attempt.watch
-        engine, metrics = self.engine, self.metrics
+        metrics = self.metrics
         if self.progress.owes_evaluation and self.evaluate_first():
             return self.who_asked()
         batches = [] if self.is_over else self.draw_first()
@@ -230,23 +235,14 @@ class Training:
             is_start = metrics.is_first or metrics.is_new(lengths_of(batches))
             watch.phase("step", step=self.progress.step, is_start=is_start)
             lr = learning_rate(self.progress.step, cfg=cfg.optim, plan=plan)
-            engine.begin_step(sum(batch["count"] for batch in batches), lr)
-            for number, batch in enumerate(batches, start=1):
-                watch.heartbeat()
-                engine.forward_backward(batch, is_last=number == len(batches))
-            grad_norm = engine.reduce_and_clip()  # a tensor on the device, like the losses
-            engine.optimizer_step(grad_norm)  # skips the update unless the norm is finite
+            grad_norm = self.step(batches, lr)
 
             watch.phase("agree", step=self.progress.step, is_start=metrics.is_first)
             self.votes.count()
             self.progress.advance(plan.global_batch_size, lr)
             self.data.consumed(self.progress.examples)
-            metrics.end_step(
-                self.is_evaluation_due,
-                lr=lr,
-                micro_batches=batches,
-                grad_norm=grad_norm,
-            )
+            evaluates = self.is_evaluation_due
+            metrics.end_step(evaluates, lr=lr, micro_batches=batches, grad_norm=grad_norm)
             if metrics.skips_in_a_row >= cfg.nonfinite.max_skips:
                 batches = self.roll_back(following)
                 continue
@@ -254,6 +250,17 @@ class Training:
                 return self.who_asked()
             batches = following
         return "early_stop" if self.stopped_early else "done"
+
+    def step(self, batches: list[Batch], lr: float) -> torch.Tensor:
+        """Take an optimizer step. Returns the norm of the gradients, on the device, like the losses."""
+        engine = self.engine
+        engine.begin_step(sum(batch["count"] for batch in batches), lr)
+        for number, batch in enumerate(batches, start=1):
+            self.attempt.watch.heartbeat()
+            engine.forward_backward(batch, is_last=number == len(batches))
+        grad_norm = engine.reduce_and_clip()
+        engine.optimizer_step(grad_norm)  # skips the update unless the norm is finite
+        return grad_norm
 
     def evaluate_first(self) -> bool:
         """Evaluate before the first step. Returns whether the run was asked to stop; its checkpoint records that."""

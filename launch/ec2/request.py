@@ -28,7 +28,11 @@ def run_id(record: Record) -> str:
     return sha256_bytes(record.location.encode())[:16]
 
 
-def tags(record: Record, *kinds: str) -> list[dict[str, Any]]:
+def tags(record: Record, market: str) -> list[dict[str, Any]]:
+    """Return the tags of all that a request creates."""
+    kinds = ["instance", "volume", "network-interface"]
+    if market == "spot":
+        kinds.append("spot-instances-request")
     values = {
         "Name": f"baretrain-{run_id(record)}",
         RUN_TAG: run_id(record),
@@ -53,15 +57,6 @@ def run_instances(
 
     `request` is the number that these machines share, `ask` counts the times that EC2 was asked for them.
     """
-    kinds = ["instance", "volume", "network-interface"]
-    if cluster.market == "spot":
-        kinds.append("spot-instances-request")
-    disk = {
-        "VolumeSize": cluster.disk_gib,
-        "VolumeType": "gp3",
-        "Encrypted": True,
-        "DeleteOnTermination": True,
-    }
     made = {
         "ImageId": site.image,
         "InstanceType": job.instance,
@@ -71,20 +66,29 @@ def run_instances(
         "ClientToken": sha256_json([resolved.id, request, ask, site.subnet]),
         "IamInstanceProfile": {"Name": site.profile},
         "NetworkInterfaces": interfaces(resolved, site),
-        "BlockDeviceMappings": [{"DeviceName": site.root_device, "Ebs": disk}],
+        "BlockDeviceMappings": [{"DeviceName": site.root_device, "Ebs": disk(cluster)}],
         "MetadataOptions": {
             "HttpTokens": "required",
             "HttpEndpoint": "enabled",
             "HttpPutResponseHopLimit": 1,
         },
         "InstanceInitiatedShutdownBehavior": "terminate",  # a machine that shuts down stops costing money
-        "TagSpecifications": tags(record, *kinds),
+        "TagSpecifications": tags(record, cluster.market),
         "UserData": user_data(job, record, request=request, max_run_s=max_run_s).decode("ascii"),
         **market(cluster),
     }
     if site.placement_group:
         made["Placement"] = {"GroupName": site.placement_group}
     return made
+
+
+def disk(cluster: Ec2Config) -> dict[str, Any]:
+    return {
+        "VolumeSize": cluster.disk_gib,
+        "VolumeType": "gp3",
+        "Encrypted": True,
+        "DeleteOnTermination": True,
+    }
 
 
 def interfaces(resolved: Resolved, site: Site) -> list[Mapping[str, Any]]:

@@ -34,20 +34,8 @@ def export_step(
     it belongs to another run.
     """
     names = [name for name in run.names("model/") if name.count("/") == 1]
-    where = f"{run.location}/model/{NAME}"
-    for name in ("config.json", NAME):
-        check(
-            f"model/{name}" in names,
-            f"{run.location}/model/{name} is missing: the run did not describe its model",
-        )
-    identity = find_identity(run)
-    if identity is None:
-        raise InputError(f"{run.location}/environment.json is damaged")
-    check(
-        identity.get("data") == manifest.identity.get("data"),
-        f"step {manifest.step} and {run.location}/model are from runs on different data",
-    )
-    state = TaskState.from_json(run.read(f"model/{NAME}"), where)
+    check_described(run, names, manifest)
+    state = TaskState.from_json(run.read(f"model/{NAME}"), f"{run.location}/model/{NAME}")
     with scratch_folder() as scratch, fitting(source):
         for name in names:
             (scratch / Path(name).name).write_bytes(run.read(name))
@@ -60,3 +48,19 @@ def export_step(
         if name != "model/config.json":
             (target / Path(name).name).write_bytes(run.read(name))
     (target / NAME).write_bytes(state.choosing(chosen).to_json())
+
+
+def check_described(run: Folder, names: list[str], manifest: Manifest) -> None:
+    """Raise InputError unless the files `names` of the run's folder describe the model of a step."""
+    for name in ("config.json", NAME):
+        check(
+            f"model/{name}" in names,
+            f"{run.location}/model/{name} is missing: the run did not describe its model",
+        )
+    identity = find_identity(run)
+    if identity is None:
+        raise InputError(f"{run.location}/environment.json is damaged")
+    check(
+        identity.get("data") == manifest.identity.get("data"),
+        f"step {manifest.step} and {run.location}/model are from runs on different data",
+    )

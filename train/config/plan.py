@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from train.config.backend import XLAConfig
 from train.config.checks import check
-from train.config.learning import WSD
+from train.config.learning import WSD, OptimConfig
 from train.config.train import TrainConfig
 
 
@@ -46,36 +46,69 @@ def make_plan(
     replicas, if neither settings nor memory cut them.
     """
     replicas = cfg.parallel.replicas(world_size)
-    if replicas == world_size:
-        over = f"{replicas} ranks"
-    else:
-        over = f"{replicas} replicas of {world_size // replicas} ranks"
     # TrainConfig requires one of them
     global_batch = cfg.global_batch_size or (cfg.micro_batch_size or 0) * replicas
+    over = spread(replicas, world_size)
     micro, accumulation = split(cfg, global_batch, replicas, over, seq_len)
+    steps_per_epoch = epoch_steps(rows, global_batch, over)
+    total = length(cfg, global_batch, steps_per_epoch)
+    warmup = warmup_of(cfg.optim, total)
+    eval_batch = min(cfg.eval_batch_size or micro, fitting(cfg, seq_len) or sys.maxsize)
+    # neither settings nor memory have cut the batch
+    if cut is not None and cfg.micro_batch_size is None and accumulation == 1:
+        accumulation = cut(micro, replicas)
+        micro //= accumulation
+    return Plan(
+        world_size,
+        replicas,
+        global_batch_size=global_batch,
+        micro_batch_size=micro,
+        accumulation=accumulation,
+        eval_batch_size=eval_batch,
+        steps_per_epoch=steps_per_epoch,
+        total_steps=total,
+        warmup_steps=warmup,
+    )
+
+
+def spread(replicas: int, world_size: int) -> str:
+    """Name in messages what a batch is split over."""
+    if replicas == world_size:
+        return f"{replicas} ranks"
+    return f"{replicas} replicas of {world_size // replicas} ranks"
+
+
+def epoch_steps(rows: int, global_batch: int, over: str) -> int:
+    """Return the steps per epoch. Raises InputError if the data does not fill one."""
     check(
         rows >= global_batch,
         f"the data has {rows} training sequences, fewer than one batch of {global_batch} over {over}; "
         "prepare more text or lower global_batch_size",
     )
     # rows that do not fill a batch are left out, different ones each epoch
-    steps_per_epoch = rows // global_batch
-    if cfg.max_examples is None:
-        by_examples = None
-    else:
-        by_examples = cfg.max_examples // global_batch
-    # Rounded first: 1.15 * 100 is 114.99999999999999.
-    if cfg.max_epochs is None:
-        by_epochs = None
-    else:
-        by_epochs = int(round(cfg.max_epochs * steps_per_epoch, 6))
-    lengths = (cfg.max_steps, by_examples, by_epochs)
-    total = min(length for length in lengths if length is not None)
+    return rows // global_batch
+
+
+def length(cfg: TrainConfig, global_batch: int, steps_per_epoch: int) -> int:
+    """Return the steps of the run: the fewest that a limit allows. Raises InputError if there is not one."""
+    limits = []
+    if cfg.max_steps is not None:
+        limits.append(cfg.max_steps)
+    if cfg.max_examples is not None:
+        limits.append(cfg.max_examples // global_batch)
+    if cfg.max_epochs is not None:
+        # Rounded first: 1.15 * 100 is 114.99999999999999.
+        limits.append(int(round(cfg.max_epochs * steps_per_epoch, 6)))
+    total = min(limits)
     check(
         total > 0,
         f"the run is shorter than one step of {global_batch} sequences; raise max_examples or max_epochs",
     )
-    optim = cfg.optim
+    return total
+
+
+def warmup_of(optim: OptimConfig, total: int) -> int:
+    """Return the steps of the warm-up. Raises InputError if it does not end before the decay begins."""
     if optim.warmup_steps is not None:
         warmup = optim.warmup_steps
     else:
@@ -90,22 +123,7 @@ def make_plan(
         f"optim.warmup_steps={warmup} lasts beyond step {begin} of {total}, where the decay of wsd begins; lower it "
         "or optim.decay_fraction",
     )
-    eval_batch = min(cfg.eval_batch_size or micro, fitting(cfg, seq_len) or sys.maxsize)
-    # neither settings nor memory have cut the batch
-    if cut is not None and cfg.micro_batch_size is None and accumulation == 1:
-        accumulation = cut(micro, replicas)
-        micro //= accumulation
-    return Plan(
-        world_size=world_size,
-        replicas=replicas,
-        global_batch_size=global_batch,
-        micro_batch_size=micro,
-        accumulation=accumulation,
-        eval_batch_size=eval_batch,
-        steps_per_epoch=steps_per_epoch,
-        total_steps=total,
-        warmup_steps=warmup,
-    )
+    return warmup
 
 
 def split(
@@ -122,7 +140,9 @@ def split(
         share % micro == 0,
         f"global_batch_size={global_batch} is not a multiple of micro_batch_size={micro} x {over}",
     )
-    per_graph = cfg.backend.batches_per_execution if isinstance(cfg.backend, XLAConfig) else 1
+    per_graph = 1
+    if isinstance(cfg.backend, XLAConfig):
+        per_graph = cfg.backend.batches_per_execution
     accumulation = share // micro
     check(
         accumulation % per_graph == 0,
@@ -133,7 +153,9 @@ def split(
 
 def micro_batch(cfg: TrainConfig, share: int, seq_len: int | None) -> int:
     """Return the number of sequences per replica and forward pass; `share` is the number per replica and step."""
-    micro, fits, cuts = cfg.micro_batch_size or share, fitting(cfg, seq_len), cfg.parallel.cuts
+    micro = cfg.micro_batch_size or share
+    fits = fitting(cfg, seq_len)
+    cuts = cfg.parallel.cuts
     if fits is not None:
         sizes = range(min(micro, fits * cuts, share), 0, -1)
         micro = next((size for size in sizes if share % size == 0 and size % cuts == 0), micro)

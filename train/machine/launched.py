@@ -61,25 +61,19 @@ def launched(environ: Mapping[str, str] = os.environ) -> Launched:
     """
     given = {name: value for name, value in environ.items() if value}
     is_distributed = "RANK" in given
-    rank, world_size = whole(given, "RANK", 0), whole(given, "WORLD_SIZE", 1, least=1)
-    local_rank, local_world_size = (
-        whole(given, "LOCAL_RANK", 0),
-        whole(given, "LOCAL_WORLD_SIZE", 1, least=1),
-    )
+    rank = whole(given, "RANK", 0)
+    world_size = whole(given, "WORLD_SIZE", 1, least=1)
+    local_rank = whole(given, "LOCAL_RANK", 0)
+    local_world_size = whole(given, "LOCAL_WORLD_SIZE", 1, least=1)
     check(
         is_distributed or world_size == 1,
         f"WORLD_SIZE={world_size} without RANK: this process would train alone, on a part of each batch; {FIX}",
     )
     missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in given]
     check(not (is_distributed and missing), f"RANK={rank} without {', '.join(missing)}: {FIX}")
-    for name, number, total, of in (
-        ("RANK", rank, "WORLD_SIZE", world_size),
-        ("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size),
-    ):
-        check(
-            number < of,
-            f"{name}={number} must be below {total}={of}, since ranks are numbered from 0; {FIX}",
-        )
+    check_below("RANK", rank, "WORLD_SIZE", world_size)
+    check_below("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size)
+    several = (f"{name}={given[name]}" for name in TASKS if given.get(name, "1") not in ("0", "1"))
     return Launched(
         rank=rank,
         world_size=world_size,
@@ -91,11 +85,13 @@ def launched(environ: Mapping[str, str] = os.environ) -> Launched:
         run_id=given.get("TORCHELASTIC_RUN_ID"),
         restart_count=whole(given, "TORCHELASTIC_RESTART_COUNT", 0),
         uses_agent_store=given.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        tasks=next(
-            (f"{name}={given[name]}" for name in TASKS if given.get(name, "1") not in ("0", "1")),
-            "",
-        ),
+        tasks=next(several, ""),
     )
+
+
+def check_below(name: str, rank: int, of: str, size: int) -> None:
+    says = f"{name}={rank} must be below {of}={size}, since ranks are numbered from 0; {FIX}"
+    check(rank < size, says)
 
 
 def is_first() -> bool:

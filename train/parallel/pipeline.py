@@ -127,19 +127,11 @@ class Pipeline(Engine):
         self.max_grad_norm = optim.max_grad_norm
         check_shards("parallel=pipeline", backend=backend.name, precision=backend.precision)
         self.chain, self.layers = cut(model, cfg)
-        users = self.chain.users(self.layers)
-        holders = {
-            name: tuple(sorted({number % cfg.stages for number in users[parameter]}))
-            for name, parameter in model.named_parameters()
-        }
+        self.holders = self._holders()
         head = model.head_parameters()
-        self.number(optim, head, holders)
-        hold(
-            backend,
-            model,
-            {name for name, stages in holders.items() if self.stage in stages},
-            lengths=lengths,
-        )
+        self.number(optim, head)
+        held = {name for name, stages in self.holders.items() if self.stage in stages}
+        hold(backend, model, held, lengths=lengths)
         self.chain.divide()
         own = self.own()
         self.parameters = list(own.values())
@@ -147,7 +139,7 @@ class Pipeline(Engine):
         self.pipeline, sums = self._groups(own)
         self.sync = PipelineSync(model, backend.device, sums, counts=self.stage == 0)
         # The norm counts each weight once, on the first stage that holds it.
-        self.counted = [weight for name, weight in own.items() if holders[name][0] == self.stage]
+        self.counted = [own[name] for name in own if self.holders[name][0] == self.stage]
         self.parts = {
             number: Part(backend, self.chain, self.layers[number], model, loss)
             for number in range(self.stage, cfg.num_parts, cfg.stages)
@@ -155,15 +147,20 @@ class Pipeline(Engine):
         self.schedules: dict[torch.Size, Any] = {}
         self.loss_sum = torch.zeros(1).to(backend.device)
 
-    def number(
-        self, optim: OptimConfig, head: list[nn.Parameter], holders: dict[str, tuple[int, ...]]
-    ) -> None:
+    def _holders(self) -> dict[str, tuple[int, ...]]:
+        """Return the stages that hold each parameter, by the first of its names."""
+        users = self.chain.users(self.layers)
+        stages = self.cfg.stages
+        return {
+            name: tuple(sorted({number % stages for number in users[parameter]}))
+            for name, parameter in self.model.named_parameters()
+        }
+
+    def number(self, optim: OptimConfig, head: list[nn.Parameter]) -> None:
         """Assign trained parameters their indices in an optimizer of the whole model. Call this before it is split.
 
-        `holders` has the stages that hold each parameter, by the first of its names. Raises InputError if a stage has
-        no parameter to train.
+        Raises InputError if a stage has no parameter to train.
         """
-        self.holders = holders
         trained = {
             parameter: name
             for name, parameter in self.model.named_parameters()
@@ -174,7 +171,7 @@ class Pipeline(Engine):
         self.numbers = {name: number for number, name in enumerate(order)}
         for stage in range(self.cfg.stages):
             check(
-                any(stage in holders[name] for name in self.numbers),
+                any(stage in self.holders[name] for name in self.numbers),
                 f"parallel.stages={self.cfg.stages}: all weights of stage {stage} are frozen; lower "
                 "model.freeze_layers, or parallel.stages",
             )

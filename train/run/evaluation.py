@@ -21,7 +21,9 @@ import numpy as np
 import torch
 
 from train.config import TrainConfig, check, make_plan, shortlist
+from train.data.batches.buckets import BucketEvalOrder
 from train.data.batches.loader import Batch, Batches, batched
+from train.data.shards.order import EvalOrder
 from train.machine.launched import check_launch, launched
 from train.observe.metrics import Recorder
 from train.parallel.backends import Backend, compiles_each_length
@@ -172,15 +174,8 @@ def evaluate_model(
 
     torch.manual_seed(cfg.seed)  # makes weights that the checkpoint lacks the same on every rank
     model = world.agree(build)
-    engine = build_engine(
-        cfg.parallel,
-        cfg.optim,
-        backend,
-        model,
-        task.loss,
-        accumulation=1,
-        lengths=num_lengths(task),
-    )
+    options = {"accumulation": 1, "lengths": num_lengths(task)}
+    engine = build_engine(cfg.parallel, cfg.optim, backend, model, task.loss, **options)
     began_s = time.perf_counter()
     measured = measure(attempt, backend, engine, Votes(world, attempt.stop), is_first=True)
     if measured is None:
@@ -216,18 +211,8 @@ def measure(
     Returns None if a rank is asked to stop, and after a trial, which runs only the last batch.
     """
     task, world = attempt.task, backend.world
-    batch_size = attempt.plan.eval_batch_size
-    order = eval_order(task, engine, batch_size=batch_size)
-    batches = Batches(
-        task.eval_data(),
-        deque(order, maxlen=1) if is_trial else order,
-        batch_size=batch_size,
-        num_workers=0,
-        prefetch=1,
-        pin_memory=False,
-        # batches drawn together must have one shape
-        multi_batch=None if task.buckets is None else 1,
-    )
+    order = eval_order(task, engine, batch_size=attempt.plan.eval_batch_size)
+    batches = batches_of(task, order, attempt.plan.eval_batch_size, is_trial=is_trial)
     # They stay on the device until the end, so that the device never waits for the host.
     statistics: list[torch.Tensor] = []
     num_done = 0
@@ -242,22 +227,49 @@ def measure(
     # If it was stopped, it was after the same batch on all ranks.
     if num_done < len(order) or is_trial:
         return None
-    if statistics:
-        rows = torch.cat(backend.to_host(statistics)).numpy()
-    else:
-        rows = None
-    gathered = world.gather((engine.data_rank, rows))
-    # The host merges the rows in the order of the data, so the metrics are the same on any number of ranks.
-    parts = {data_rank: part for data_rank, part in gathered if part is not None}
-    merged = np.empty(0)
-    if gathered:
-        merged = order.merged([parts[data_rank] for data_rank in sorted(parts)])
+    merged = merged_on_rank0(backend, engine, order, statistics)
 
     def judge() -> tuple[dict[str, float], dict[str, Any]]:
         metrics = task.eval_metrics(merged)
         return metrics, task.choose(merged, metrics)
 
     return *world.run_on_rank0(judge, attempt.watch.heartbeat), merged
+
+
+def batches_of(
+    task: Task, order: EvalOrder | BucketEvalOrder, batch_size: int, *, is_trial: bool
+) -> Batches:
+    """Return the batches of an evaluation; of a trial, only the last one."""
+    return Batches(
+        task.eval_data(),
+        deque(order, maxlen=1) if is_trial else order,
+        batch_size=batch_size,
+        num_workers=0,
+        prefetch=1,
+        pin_memory=False,
+        # batches drawn together must have one shape
+        multi_batch=None if task.buckets is None else 1,
+    )
+
+
+def merged_on_rank0(
+    backend: Backend,
+    engine: Engine,
+    order: EvalOrder | BucketEvalOrder,
+    statistics: list[torch.Tensor],
+) -> np.ndarray:
+    """Gather the statistics [examples, n] of all ranks on rank 0; an empty array on the others.
+
+    The host merges the rows in the order of the data, so the metrics are the same on any number of ranks.
+    """
+    rows = None
+    if statistics:
+        rows = torch.cat(backend.to_host(statistics)).numpy()
+    gathered = backend.world.gather((engine.data_rank, rows))
+    parts = {data_rank: part for data_rank, part in gathered if part is not None}
+    if not gathered:
+        return np.empty(0)
+    return order.merged([parts[data_rank] for data_rank in sorted(parts)])
 
 
 @contextmanager

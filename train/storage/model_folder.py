@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,17 @@ def read_model_json(folder: Path) -> dict[str, Any] | None:
                 f"{path}: {name} is {shown(values[name])}; only encoders can be loaded"
             )
     of_type(list[str] | None, values.get("architectures"), f"{path}: architectures")
+    check_sizes(path, values)
+    for name, plain in IGNORED.items():
+        if values.get(name) not in plain:
+            raise BadContent(
+                f"{path}: {name} is {shown(values[name])}, which transformers no longer computes"
+            )
+    return values
+
+
+def check_sizes(path: Path, values: Mapping[str, Any]) -> None:
+    """Raise BadContent if a number of config.json is out of range."""
     for name in (*WIDTHS, *COUNTS, *DEPTHS):
         most = DEEPEST if name in DEPTHS else LARGEST
         check_number(path, name, values.get(name), least=1, most=most)
@@ -72,11 +84,6 @@ def read_model_json(folder: Path) -> dict[str, Any] | None:
         path, "chunk_size_feed_forward", values.get("chunk_size_feed_forward"), least=0, most=0
     )
     check_number(path, "type_vocab_size", values.get("type_vocab_size"), least=0, most=LARGEST)
-    for name, plain in IGNORED.items():
-        if values.get(name) not in plain:
-            raise BadContent(
-                f"{path}: {name} is {shown(values[name])}, which transformers no longer computes"
-            )
     vocabulary = values.get("vocab_size")
     if vocabulary is not None:
         check_number(
@@ -85,7 +92,6 @@ def read_model_json(folder: Path) -> dict[str, Any] | None:
     for name in values:
         if re.search("dropout(_prob)?$", name):
             check_number(path, name, values[name], least=0, most=1, kind=int | float)
-    return values
 
 
 def read_tokenizer_json(folder: Path) -> dict[str, Any]:

@@ -194,10 +194,7 @@ class Batches:
         pin_memory: bool,
         multi_batch: int | None = None,  # the maximum drawn together; None: MULTI_BATCH
     ) -> None:
-        if num_workers:
-            fault = worker_fault()
-        else:
-            fault = ""
+        fault = worker_fault() if num_workers else ""
         if fault:
             what = f"data.num_workers={num_workers}: the rank reads its data itself, since {fault}"
             warn_once("loader", what)

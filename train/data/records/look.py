@@ -148,6 +148,14 @@ def reading_of(
     are_words = words is not None and by_name[words].holds_lists
     if task == "ner" or (task is None and (spans or are_words)):
         return entities(by_name, words, spans)
+    return labelled_texts(by_name, typed, task)
+
+
+def labelled_texts(
+    by_name: Mapping[str, Column], typed: Mapping[str, Any], task: str | None
+) -> Reading:
+    """Return how rows of texts with labels are read."""
+    columns = list(by_name.values())
     lower = {name.lower() for name in by_name}
     check(
         not {"word", "tag"} <= lower,

@@ -104,9 +104,8 @@ def best_lengths(
     padded = choices * rows_up_to
     # [before, last]: True if `before` is longer than `last`
     is_behind = np.tri(len(choices), k=-1, dtype=bool)
-    ways: list[
-        np.ndarray
-    ] = []  # for each added length, the index of the best length before each choice
+    # for each added length, the index of the best length before each choice
+    ways: list[np.ndarray] = []
     while len(ways) + 1 < most and padded[-1] * (1 - enough) > lengths_of_rows.sum():
         totals = padded[:, None] + choices * (rows_up_to - rows_up_to[:, None])
         totals[is_behind] = np.iinfo(np.int64).max
@@ -119,8 +118,5 @@ def best_lengths(
         used.append(int(before[used[-1]]))
     best = sorted(set(used))
     has_rows = np.diff(rows_up_to[best], prepend=0) > 0
-    return [
-        int(choices[each])
-        for each, ok in zip(best, has_rows, strict=True)
-        if ok or each == best[-1]
-    ]
+    has_rows[-1] = True
+    return choices[best][has_rows].tolist()

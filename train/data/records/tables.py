@@ -190,10 +190,7 @@ def make(
             notes=featurizer.notes(split),
         )
         splits[split] = {**facts, **raw.dropped[split].facts()}
-    fast = featurizer.tokenizer.backend_tokenizer
-    fast.no_truncation()  # undo the settings of the last call
-    fast.no_padding()
-    featurizer.tokenizer.save_pretrained(str(folder / "tokenizer"))
+    save_tokenizer(featurizer.tokenizer, folder / "tokenizer")
     discard(scratch)
     about = {
         "id": content_id(tokens, raw.labels),
@@ -204,6 +201,13 @@ def make(
         "splits": splits,
     }
     (folder / FACTS).write_text(json.dumps(about, indent=1))
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    fast = tokenizer.backend_tokenizer
+    fast.no_truncation()  # undo the settings of the last call
+    fast.no_padding()
+    tokenizer.save_pretrained(str(folder))
 
 
 def content_id(tables: Mapping[str, datasets.Dataset], labels: list[str]) -> str:

@@ -110,12 +110,7 @@ class TokenRows:
         self.lists: dict[str, Lists] = {}
         self.values: dict[str, np.ndarray] = {}
         for name, column in columns.items():
-            values = arrow.column(column)
-            self.dtypes[name] = input_dtype(values, column)
-            if is_list(values.type):
-                self.lists[name] = Lists(values)
-            else:
-                self.values[name] = values_of(values)
+            self.add_input(name, arrow.column(column), column)
         longest = int(self.row_lengths.max(initial=0))
         most = self.lengths[-1]
         check(longest <= most, f"the data has a row of {longest} tokens, longer than {most}")
@@ -123,6 +118,14 @@ class TokenRows:
         if len(self):
             self.shortest_row = int(self.row_lengths.argmin())
         self.bucket_of = np.searchsorted(self.lengths, self.row_lengths).astype(np.uint8)  # [rows]
+
+    def add_input(self, name: str, values: ChunkedArray, column: str) -> None:
+        """Map a column of numbers or of lists of them. Raises InputError if it has others."""
+        self.dtypes[name] = input_dtype(values, column)
+        if is_list(values.type):
+            self.lists[name] = Lists(values)
+        else:
+            self.values[name] = values_of(values)
 
     def check_ids(self, vocab_size: int) -> None:
         """Raise InputError if a token is not among those of the model; a tokenizer may skip ids."""

@@ -262,15 +262,12 @@ def merge(
     than one sequence, or if too many tokens are unknown.
     """
     states = finished_states(folder, num_parts, identity)
+    check_one_tokenizer(folder, states)
     info = next(iter(states.values())).tokenizer
     splits = {
         split: [shard for state in states.values() for shard in state.shards[split]]
         for split in SPLITS
     }
-    sha256 = sha256_bytes(folder.read("tokenizer/tokenizer.json"))
-    other = [f"part {part}" for part, state in states.items() if state.tokenizer.sha256 != sha256]
-    says = f"another tokenizer made {shortlist(other)}; prepare all again"
-    check(not other, f"{folder.location}: {says}")
     counts: dict[str, float] = {}
     for name in next(iter(states.values())).done:
         counts[name] = sum(state.done[name] for state in states.values())
@@ -295,6 +292,14 @@ def merge(
     )
     remove_states(folder)
     return manifest
+
+
+def check_one_tokenizer(folder: Folder, states: dict[CorpusPart, PartState]) -> None:
+    """Raise InputError, which names the parts, unless the folder's tokenizer made all of them."""
+    sha256 = sha256_bytes(folder.read("tokenizer/tokenizer.json"))
+    other = [f"part {part}" for part, state in states.items() if state.tokenizer.sha256 != sha256]
+    says = f"another tokenizer made {shortlist(other)}; prepare all again"
+    check(not other, f"{folder.location}: {says}")
 
 
 def finished_states(folder: Folder, num_parts: int, identity: str) -> dict[CorpusPart, PartState]:

@@ -42,6 +42,22 @@ SEP = "[SEP]"
 MASK = "[MASK]"
 # The count changes the result: sentencepiece adds up its statistics thread by thread.
 TRAINER_THREADS = 16
+UNIGRAM: dict[str, Any] = {
+    "model_type": "unigram",
+    # the library's advice for alphabets; rarer characters become <unk>
+    "character_coverage": 0.9995,
+    # `normalizer` normalises instead, in training and in use
+    "normalization_rule_name": "identity",
+    "pad_id": 0,
+    "unk_id": 1,
+    "bos_id": -1,
+    "eos_id": -1,
+    "pad_piece": PAD,
+    "unk_piece": UNK,
+    "control_symbols": [CLS, SEP, MASK],
+    "num_threads": TRAINER_THREADS,
+    "minloglevel": 2,
+}
 PUBLISHED = "tokenizer/tokenizer.json"
 # the files to fetch from the Hub
 FILES = [
@@ -128,27 +144,20 @@ def train_tokenizer(
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=lines(),
             model_writer=model,
-            model_type="unigram",
             vocab_size=vocab_size,
-            character_coverage=0.9995,  # the library's advice for alphabets; rarer characters become <unk>
-            normalization_rule_name="identity",  # `rule` normalises instead, in training and in use
-            pad_id=0,
-            unk_id=1,
-            bos_id=-1,
-            eos_id=-1,
-            pad_piece=PAD,
-            unk_piece=UNK,
-            control_symbols=[CLS, SEP, MASK],
-            num_threads=TRAINER_THREADS,
-            minloglevel=2,
+            **UNIGRAM,
         )
     except RuntimeError as error:
         if failures:
             raise failures[0] from None
-        why = str(error).rpartition("] ")[2].strip() or "it is empty"
-        says = f"tokenizer.vocab_size={vocab_size}: no tokenizer can be made from this text"
-        raise InputError(f"{says}: {why}") from error
+        raise InputError(no_tokenizer(vocab_size, error)) from error
     return fast_tokenizer(model.getvalue(), rule)
+
+
+def no_tokenizer(vocab_size: int, error: RuntimeError) -> str:
+    """Return why no tokenizer could be trained."""
+    why = str(error).rpartition("] ")[2].strip() or "it is empty"
+    return f"tokenizer.vocab_size={vocab_size}: no tokenizer can be made from this text: {why}"
 
 
 def fast_tokenizer(model: bytes, rule: normalizers.Normalizer) -> PreTrainedTokenizerFast:
