@@ -84,7 +84,7 @@ def check_early(
     typed = typed_keys(settings)
     if "data.path" not in typed or typed.keys() & {"task", "data"}:
         return
-    of_rows = [each for each in settings if each.startswith(("data.", "s3.", "task."))]
+    of_rows = [each for each in settings if each.startswith(("data.", "s3."))]
     values = dict(rows_of_run(cfg, typed))
     if values:
         options = [*FIXED, f"task={cfg.task.kind}", "data=records"]
