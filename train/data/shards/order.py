@@ -27,7 +27,7 @@ from train.data.random_bits import EVAL_STREAM, draw_rows, hash_bits
 PADDING = -1  # an item that fills up the last evaluation batch and is not counted
 ROWS_AT_ONCE = 4096  # rows whose places in the order are computed together
 MAX_LANES = 64  # a machine's first batch may need a shard of each lane: 4 GB if shards have 64 MiB, the default
-WINDOW_SHARDS = 256  # shards shuffled together over all lanes; a resume may first have to fetch all of them (16 GiB)
+WINDOW_SHARDS = 256  # shards shuffled together over all lanes (16 GiB); the first step of a resume may need all
 # a warning appears if all machines together fetch more than this multiple of the data
 MOST_FETCHED = 1.1
 ROUNDS = 12  # rounds of the permutation; with 8, the order of 12 sequences still differs measurably from a random one
@@ -203,7 +203,8 @@ class ShardSampler:
         self.lanes = Lanes(self.shard_rows, num_lanes, seed=seed)
         self.window_shards = window_shards or window_of_lane(WINDOW_SHARDS, self.lanes.number)
         self.slots = self.slots_of(rank)
-        self.lanes_here = self.lanes_of([rank] if machine_ranks is None else machine_ranks)
+        self.machine_ranks = [rank] if machine_ranks is None else machine_ranks
+        self.lanes_here = self.lanes_of(self.machine_ranks)
 
     def slots_of(self, rank: int) -> np.ndarray:
         """Return the slots of a rank in each global batch, [global batch / world size]."""
@@ -265,11 +266,29 @@ class ShardSampler:
         return steps.reshape(-1, size)
 
     def upcoming_shards(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the shards that this machine reads now, and those for the rest of this epoch and the next."""
+        """Return the shards that this machine reads now, and those for the rest of this epoch and the next.
+
+        Both are in the order of use. The next step needs at most as many shards of a lane as it has rows of that lane.
+        """
         epoch, step = self.position
-        now, later = self.epoch_order(epoch).shards_from(step, self.lanes_here)
+        order = self.epoch_order(epoch)
+        now, later = order.shards_from(step, self.lanes_here)
+        now = self.by_need(now, order, step)
         following = self.epoch_order(epoch + 1).shards_from(0, self.lanes_here)
         return now, np.concatenate([later, *following])
+
+    def by_need(self, shards: np.ndarray, order: EpochOrder, step: int) -> np.ndarray:
+        """Return these shards in the order in which this machine's ranks need them from `step` on.
+
+        All ranks draw their first rows at the same time.
+        """
+        slots = np.stack([self.slots_of(rank) for rank in self.machine_ranks], axis=1).ravel()
+        last = min(step + max(1, ROWS_AT_ONCE // len(slots)), self.steps)
+        rows = order.rows(step, last, slots).ravel()
+        needed = np.searchsorted(np.cumsum(self.shard_rows), rows, side="right")
+        both = np.concatenate([needed[np.isin(needed, shards)], shards])
+        distinct, first = np.unique(both, return_index=True)
+        return distinct[np.argsort(first)]
 
 
 def eval_sample(rows: int, most: int | None, *, seed: int) -> np.ndarray:
