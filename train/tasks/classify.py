@@ -60,7 +60,7 @@ class ClassifyFeaturizer(Featurizer):
         self, rows: dict[str, list], indices: list[int], *, split: str
     ) -> dict[str, list]:
         texts = rows["text"], rows.get("text_pair")
-        encoded = self.encode(*texts, truncation="longest_first").encodings
+        encoded = self.encode_fast(*texts)
         self.count_cut(split, encoded, *texts)
         return {
             **self.columns(split, encoded, indices),

@@ -6,14 +6,15 @@ reported; more than `data.max_bad_rows` are an error.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
-from datasets.arrow_writer import ArrowWriter
+import pyarrow
 
 from train.config import RecordsConfig, S3Config, check, shortlist
 from train.data.files.errors import naming
@@ -65,7 +66,7 @@ def read_raw(cfg: RecordsConfig, kind: RowKind, s3: S3Config, *, seed: int, fold
         table = read_split(raw, split, parts, cfg, kind, folder / f"{number}.arrow")
         raw.splits[split] = table
         if split == "train" and cfg.validation is None:
-            raw.splits |= hold_out(table, cfg, kind, seed)
+            raw.splits |= hold_out(table, cfg, kind, seed, folder)
             raw.dropped["validation"] = Dropped("validation", 0)
     for split in raw.splits:
         check_size(raw, split, cfg, tables.get(split, []))
@@ -108,32 +109,61 @@ def write_table(
     used = kind.columns_of(cfg.columns)
     types = {key: type_ for key, type_ in kind.columns.items() if key in used}
     features = datasets.Features({"id": STRING, **types})
+
+    def batches() -> Iterator[pyarrow.Table]:
+        left = iter(rows)
+        while batch := list(islice(left, BATCH_ROWS)):
+            yield table_of({name: [row[name] for row in batch] for name in features}, features)
+            progress.advance(len(batch))
+
+    return write_arrow(batches(), features, path)
+
+
+def table_of(columns: Mapping[str, Sequence[Any]], features: datasets.Features) -> pyarrow.Table:
+    schema = features.arrow_schema
+    arrays = [pyarrow.array(columns[field.name], field.type) for field in schema]
+    return pyarrow.Table.from_arrays(arrays, schema=schema)
+
+
+def write_arrow(
+    batches: Iterable[pyarrow.Table], features: datasets.Features, path: Path
+) -> datasets.Dataset:
+    """Write rows, some at a time, to an Arrow file and return it as a memory-mapped table."""
+    schema = features.arrow_schema
     with (
         naming(f"{path} cannot be written", (OSError,)),
-        ArrowWriter(path=str(path), features=features, writer_batch_size=BATCH_ROWS) as writer,
+        pyarrow.OSFile(str(path), "wb") as file,
+        pyarrow.ipc.new_stream(file, schema) as stream,
     ):
-        for example in rows:
-            writer.write(example)
-            progress.advance(1)
-        writer.finalize()
+        for batch in batches:
+            stream.write_table(batch.combine_chunks())
     return datasets.Dataset.from_file(str(path))
 
 
 def hold_out(
-    table: datasets.Dataset, cfg: RecordsConfig, kind: RowKind, seed: int
+    table: datasets.Dataset, cfg: RecordsConfig, kind: RowKind, seed: int, folder: Path
 ) -> dict[str, datasets.Dataset]:
-    """Split a table into training rows and held-out rows. Rows with the same text are in the same split."""
-    is_held_out = np.zeros(len(table), bool)
-    number = 0
-    for batch in table.iter(BATCH_ROWS):
-        for text in batch[kind.split_by]:
+    """Split a table into files of training rows and of held-out rows. Rows with the same text are in the same split."""
+    is_kept = np.ones(len(table), bool)
+    rows = table.with_format("arrow")
+    first = 0
+    for batch in rows.iter(BATCH_ROWS):
+        for number, text in enumerate(batch.column(kind.split_by).to_pylist(), first):
             if not isinstance(text, str):
                 text = " ".join(text)
-            is_held_out[number] = text_uniform(text, seed)[0] < cfg.validation_fraction
-            number += 1
+            is_kept[number] = text_uniform(text, seed)[0] >= cfg.validation_fraction
+        first += len(batch)
+
+    def rows_where(chosen: np.ndarray) -> Iterator[pyarrow.Table]:
+        first = 0
+        for batch in rows.iter(BATCH_ROWS):
+            yield batch.filter(pyarrow.array(chosen[first : first + len(batch)]))
+            first += len(batch)
+
+    # A selection of the table would be slower to read: one slice for each row.
     return {
-        "train": table.select(np.flatnonzero(~is_held_out)),
-        "validation": table.select(np.flatnonzero(is_held_out)),
+        split: write_arrow(rows_where(chosen), table.features, folder / f"{split}-rows.arrow")
+        for split, chosen in (("train", is_kept), ("validation", ~is_kept))
     }
 
 
