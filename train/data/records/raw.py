@@ -17,7 +17,6 @@ import numpy as np
 import pyarrow
 
 from train.config import RecordsConfig, S3Config, check, shortlist
-from train.data.files.errors import naming
 from train.data.random_bits import draw_rows, text_uniform
 from train.data.records.content_checks import (
     LABEL_CHECKS,
@@ -34,7 +33,7 @@ from train.data.records.row import names_in
 from train.data.records.sources import layout, of_new_rows, open_source
 from train.machine import progress
 from train.machine.progress import Phase
-from train.storage.folders import scratch_folder
+from train.storage.folders import disk_errors, scratch_folder
 
 BATCH_ROWS = 500  # rows gathered in memory before they are written
 
@@ -131,7 +130,7 @@ def write_arrow(
     """Write rows, some at a time, to an Arrow file and return it as a memory-mapped table."""
     schema = features.arrow_schema
     with (
-        naming(f"{path} cannot be written", (OSError,)),
+        disk_errors("write", path),
         pyarrow.OSFile(str(path), "wb") as file,
         pyarrow.ipc.new_stream(file, schema) as stream,
     ):
