@@ -6,7 +6,7 @@
 # make mlflow-server   for tests: MLflow's server, in .venv/mlflow
 # make test-newest    what trains, with the newest torch, transformers and datasets (without XLA), in .venv/newest
 # make test-lowest    the same with the lowest versions that pyproject.toml allows, of all but torch
-# make test-gpu    what trains, on GPUs, which ranks share where there are fewer
+# make test-gpu    what trains, on a GPU, which ranks share; benchmarks/gpu.sh has more, and needs no internet there
 # make test    run the tests that need no service, in minutes      make test-all    these and the slow ones
 # make test-services    those with Slurm, S3, EC2, images, several machines
 # make docs    README and docs as a site with search, build/site/index.html
@@ -105,7 +105,7 @@ test-services: setup-tests
 
 test-gpu: setup-tests
 	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "test-gpu: PyTorch sees no GPU here; make test runs the tests on CPUs")'
-	@TEST_DEVICE=cuda $(PYTEST) $(TEST_ARGS) $(NEWEST_TESTS:%=tests/*/test_%.py)
+	@PYTHON=$(BIN)/python benchmarks/gpu.sh tests $(TEST_ARGS)
 
 # What is deprecated there is an error. To renew the environment: rm .venv/newest/.ready
 $(NEWEST)/.ready: $(VENV)/.ready
@@ -162,7 +162,8 @@ bench-smoke: $(PEERS)/.ready
 	@$(BIN)/python -m benchmarks.data --rounds 1 --seconds 0.05 --rows 256
 	@$(BIN)/python -m benchmarks.chaos --steps 60 --every-s 10
 	@PYTHONPATH=$(PEERS) $(BIN)/python -m benchmarks.real --model $(RUN_DIR)/export --seeds 1 --epochs 1 --tasks classify
-	@PYTHONPATH=$(PEERS) PYTHON=$(BIN)/python benchmarks/gpu.sh --tiny --output $(VENV)/gpu.json --only 128 texts
+	@PYTHONPATH=$(PEERS) PYTHON=$(BIN)/python OUT=$(VENV) benchmarks/gpu.sh speed --tiny --only 128 texts questions
+	@$(BIN)/python -m benchmarks.gpu_checks core --device cpu --only torchrun
 
 # What `make setup`, `make docs` and the linters make again; no run and no data.
 clean:

@@ -54,12 +54,10 @@ def ranks_of(launcher: subprocess.Popen[bytes]) -> dict[int, psutil.Process]:
 
 class Chaos:
     def __init__(self, overrides: list[str], ranks: int, run_dir: Path, seed: int) -> None:
-        self.overrides, self.ranks, self.run_dir, self.rng = (
-            overrides,
-            ranks,
-            run_dir,
-            random.Random(seed),
-        )
+        self.overrides = overrides
+        self.ranks = ranks
+        self.run_dir = run_dir
+        self.rng = random.Random(seed)
         self.log = run_dir.with_suffix(".log")
         self.launcher = start(overrides, ranks, self.log)
         self.done: list[str] = []
@@ -139,60 +137,53 @@ def final(run_dir: Path, steps: int) -> tuple[dict[str, torch.Tensor], dict[int,
     return weights, {line["step"]: line["loss"] for line in lines(run_dir, "train")}
 
 
+def prepare(data: Path) -> None:
+    settings = "corpus=pydocs seq_len=64 tokenizer.vocab_size=2000 validation_fraction=0.05"
+    run(sys.executable, "-m", "train", "prepare", f"output={data}", *settings.split())
+
+
+def report(done: list[str], wild: Path, calm: Path) -> None:
+    """Print the cost of the faults."""
+    count = max(1, len(done))
+    kinds = ", ".join(f"{fault} {done.count(fault)}" for fault in FAULTS)
+    faults = [line for line in lines(wild, "fault") if "recover_s" in line]
+    lost = sum(line["steps_lost"] for line in faults)
+    recover_s = sum(line["recover_s"] for line in faults) / max(1, len(faults))
+    goodput, undisturbed = (lines(each, "summary")[-1]["goodput"] for each in (wild, calm))
+    print(f"faults survived: {len(done)} ({kinds})")
+    print(f"steps lost: {lost}, {lost / count:.1f} per fault")
+    print(f"from the last sign of life to the next step: {recover_s:.1f} s on average")
+    print(f"goodput: {goodput:.3f} (undisturbed {undisturbed:.3f})")
+
+
 def main() -> int:
     parser = harness.parser(__doc__, steps=3000, ranks=2, seed=0)
     parser.add_argument("--every-s", type=float, default=20.0)
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
-    data = folder / "data"
-    prepare = [
-        "corpus=pydocs",
-        f"output={data}",
-        "seq_len=64",
-        "tokenizer.vocab_size=2000",
-        "validation_fraction=0.05",
-    ]
-    run(sys.executable, "-m", "train", "prepare", *prepare)
+    prepare(folder / "data")
     calm, wild = folder / "calm", folder / "wild"
-    own = [f"data.path={data}", f"max_steps={options.steps}", *SETTINGS.split()]
+    own = [f"data.path={folder / 'data'}", f"max_steps={options.steps}", *SETTINGS.split()]
 
     began_s = time.monotonic()
-    launcher = start([f"run_dir={calm}", *own], options.ranks, calm.with_suffix(".log"))
-    if launcher.wait() != 0:
-        sys.exit(f"the undisturbed run failed, see {calm.with_suffix('.log')}")
+    log = calm.with_suffix(".log")
+    if start([f"run_dir={calm}", *own], options.ranks, log).wait() != 0:
+        sys.exit(f"the undisturbed run failed, see {log}")
     calm_s = time.monotonic() - began_s
-    print(
-        f"undisturbed: {options.steps} steps in {calm_s:.0f} s; faults every {options.every_s:g} s on average:"
-    )
+    print(f"undisturbed: {options.steps} steps in {calm_s:.0f} s")
 
     began_s = time.monotonic()
     chaos = Chaos([f"run_dir={wild}", *own], options.ranks, wild, options.seed)
     chaos.run(options.every_s)
     wild_s = time.monotonic() - began_s
+    print(f"with faults every {options.every_s:g} s on average: {wild_s:.0f} s")
+    report(chaos.done, wild, calm)
 
-    (weights, losses), (wild_weights, wild_losses) = (
-        final(calm, options.steps),
-        final(wild, options.steps),
-    )
+    weights, losses = final(calm, options.steps)
+    wild_weights, wild_losses = final(wild, options.steps)
     same_weights = all(torch.equal(weights[name], wild_weights[name]) for name in weights)
     same_losses = losses == wild_losses
-    summary, calm_summary = lines(wild, "summary")[-1], lines(calm, "summary")[-1]
-    faults = [line for line in lines(wild, "fault") if "recover_s" in line]
-    recoveries = [line["recover_s"] for line in faults]
-    steps_lost = sum(line["steps_lost"] for line in faults)
-    counts = {fault: chaos.done.count(fault) for fault in FAULTS}
-    print(
-        f"faults survived: {len(chaos.done)} ({', '.join(f'{name} {count}' for name, count in counts.items())})"
-    )
-    print(f"wall time {wild_s:.0f} s (undisturbed {calm_s:.0f} s)")
-    print(f"steps lost: {steps_lost}, {steps_lost / max(1, len(chaos.done)):.1f} per fault")
-    print(
-        f"from the last sign of life to the next step: {sum(recoveries) / max(1, len(recoveries)):.1f} s on average"
-    )
-    print(f"goodput: {summary['goodput']:.3f} (undisturbed {calm_summary['goodput']:.3f})")
-    print(
-        f"final weights equal: {same_weights}; losses of all {len(losses)} steps equal: {same_losses}"
-    )
+    print(f"final weights equal: {same_weights}; losses of all steps equal: {same_losses}")
     if same_weights and same_losses:
         shutil.rmtree(folder)
         return 0

@@ -1,14 +1,15 @@
 """Our training and the Hugging Face Trainer at their fastest settings, on one GPU in eight minutes, as one table.
 
-    benchmarks/gpu.sh [--output gpu.json] [--budget-s 460] [--only NAME ...] [--tiny]
+    benchmarks/gpu.sh speed [--output gpu.json] [--budget-s 460] [--only NAME ...] [--tiny]
 
-Candidates: "ours" is `baretrain bench`, which measures our loop and loader, with the `backend.compile` that a run of
-100,000 steps would choose. "trainer" is the Trainer with its defaults in bf16. "trainer best" adds torch.compile, TF32,
-4 workers and, where lengths vary, batches of similar lengths. "bound" is a bare compiled loop, from
-benchmarks/peers/bare_encoder.py. All have random weights, random tokens and, except for fine-tuning, no dropout. Each
-is a forked process, so that a failure or a hang costs only its row. First, several candidates that compile fill a
-common cache at the same time; then each candidate is timed alone. Rows that were never measured come first. The JSON
-file is written after each row. --tiny tests this script with small models on the CPU.
+Candidates: "ours" is `baretrain bench`, which measures our loop and loader, with the `backend.compile` that a run
+of 100,000 steps would choose; "ours native" is the same with backend.compile=none, for questions. "trainer" is the
+Trainer with its defaults in bf16. "trainer best" adds torch.compile, TF32, 4 workers and, where lengths vary,
+batches of similar lengths. "bound" is a bare compiled loop, from benchmarks/peers/bare_encoder.py. All have random
+weights, random tokens and, except for fine-tuning, no dropout. Each is a forked process, so that a failure or a
+hang costs only its row. First, several candidates that compile fill a common cache at the same time; then each
+candidate is timed alone. Rows that were never measured come first. The JSON file is written after each row. --tiny
+tests this script with small models on the CPU.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ GIB = 2**30
 # words per text, as in MNLI: log-normal mean and deviation, minimum, maximum
 WORDS_OF_TEXT = (3.4, 0.5, 8, 128)
 ROWS = 4096  # texts to fine-tune on
+QUESTIONS = 2048
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,16 @@ class Work:
     embedding: int | None = None  # width of ALBERT's embeddings
     # classify texts of varying length, instead of predicting masked tokens
     classifies: bool = False
+    # answer questions from contexts, as in SQuAD
+    answers: bool = False
+
+    @property
+    def candidates(self) -> list[str]:
+        """The names of the candidates that this work compares."""
+        if self.answers:
+            return ["ours", "ours native"]
+        names = ["ours", "trainer", "trainer best"]
+        return names if self.classifies else [*names, "bound"]
 
     def sizes(self, layers: str, heads: str) -> dict[str, int]:
         """Return the model's sizes by name. `layers` and `heads` name the numbers of layers and heads."""
@@ -93,6 +105,20 @@ class Work:
             for name, value in self.sizes("num_layers", "num_heads").items()
         ]
         words.append("model.max_positions=512")
+        if self.answers:
+            data = [
+                "data=squad",
+                f"data.path={folder / 'questions.json'}",
+                f"data.cache_dir={folder / 'cache'}",
+            ]
+            return [
+                *words,
+                *data,
+                "task=qa",
+                "optim=finetune",
+                f"seq_len={self.seq_len}",
+                f"model.tokenizer={folder / 'tokenizer'}",
+            ]
         if self.classifies:
             data = [
                 "data=csv",
@@ -128,17 +154,22 @@ ALBERT = Work(
 )
 LARGE = Work("BERT-large 32 x 512", "bert", 1024, 24, 32, 512)
 BASE = Work("BERT-base 128 x 128", "bert", 768, 12, 128, 128)
+TEXTS = replace(
+    BASE, name="BERT-base, classes of texts, 32", batch=32, seq_len=512, classifies=True
+)
 WORKS = [
-    LARGE,
-    replace(BASE, name="BERT-base, classes of texts, 32", batch=32, seq_len=512, classifies=True),
     BASE,
     ALBERT,
+    LARGE,
+    replace(TEXTS, name="MiniLM, classes of texts, 32", hidden=384, layers=6),
+    replace(BASE, name="BERT-base, questions, 32 x 384", batch=32, seq_len=384, answers=True),
+    TEXTS,
     replace(ALBERT, name="ALBERT-base 32 x 512", batch=32, seq_len=512),
     replace(LARGE, name="BERT-large 128 x 128", batch=128, seq_len=128),
 ]
-# Rows that were measured (benchmarks/README.md) come last. BERT-base's own is repeated beside its bound.
-MEASURED = {(BASE.name, "trainer"), (BASE.name, "trainer best")}
-MEASURED |= {(ALBERT.name, name) for name in ("ours", "trainer", "trainer best", "bound")}
+# Rows that were measured (benchmarks/README.md) come last, except our own, whose code changes.
+MEASURED = {(work.name, name) for work in (BASE, ALBERT) for name in ("trainer", "trainer best")}
+MEASURED |= {(ALBERT.name, "bound")}
 
 
 def tiny(work: Work) -> Work:
@@ -152,7 +183,7 @@ def tiny(work: Work) -> Work:
 def make_data(work: Work, folder: Path) -> None:
     """Write the data for `work`: prepared shards, or texts and a tokenizer with the same vocabulary."""
     folder.mkdir()
-    if not work.classifies:
+    if not work.classifies and not work.answers:
         from benchmarks.pretraining import Shape, synthetic_data
 
         synthetic_data(folder, Shape("", work.vocab_size, work.seq_len, work.batch))
@@ -163,6 +194,9 @@ def make_data(work: Work, folder: Path) -> None:
     )
     transformers.BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder / "tokenizer")
     rng = np.random.default_rng(0)
+    if work.answers:
+        write_questions(folder / "questions.json", work, rng, len(special))
+        return
     mean, deviation, least, most = WORDS_OF_TEXT
     lengths = (
         rng.lognormal(mean, deviation, ROWS).clip(least, min(most, work.seq_len - 2)).astype(int)
@@ -173,6 +207,24 @@ def make_data(work: Work, folder: Path) -> None:
     )
     lines = [f"{text},{number % 3}\n" for number, text in enumerate(texts)]
     (folder / "texts.csv").write_text("text,label\n" + "".join(lines))
+
+
+def write_questions(path: Path, work: Work, rng: np.random.Generator, special: int) -> None:
+    """Write questions of random words in SQuAD's form. A question and its context fill the sequence."""
+    length, asked = work.seq_len - 3, work.seq_len // 8
+    paragraphs = []
+    for number in range(QUESTIONS):
+        words = [f"w{n}" for n in rng.integers(0, work.vocab_size - special, length)]
+        context = words[asked:]
+        answer = {"text": context[5], "answer_start": len(" ".join(context[:5])) + 1}
+        question = {
+            "id": str(number),
+            "question": " ".join(words[:asked]),
+            "answers": [answer],
+        }
+        paragraphs.append({"context": " ".join(context), "qas": [question]})
+    document = {"version": "1.1", "data": [{"title": "random", "paragraphs": paragraphs}]}
+    path.write_text(json.dumps(document))
 
 
 def masked_rows(work: Work, count: int) -> list[dict[str, torch.Tensor]]:
@@ -234,13 +286,13 @@ class Run:
         }
 
 
-def ours(run: Run) -> Result:
+def ours(run: Run, *, more: Sequence[str] = ()) -> Result:
     from train.tools.bench.command import main
 
     output = run.folder / f"ours_{os.getpid()}.json"
     words = ["backend=ddp", f"backend.device={run.device}", "backend.precision=bf16"]
     words += [f"max_steps={FINE_TUNING if run.work.classifies else LONG_RUN}"]
-    words += [f"steps={run.timed}", f"warmup={run.skipped}", f"output={output}"]
+    words += [f"steps={run.timed}", f"warmup={run.skipped}", f"output={output}", *more]
     if code := main([*run.work.settings(run.folder), *words]):
         raise RuntimeError(f"baretrain bench ended with {code}")
     result = json.loads(output.read_text())
@@ -354,6 +406,7 @@ def bound(run: Run) -> Result:
 
 CANDIDATES: dict[str, Callable[[Run], Result]] = {
     "ours": ours,
+    "ours native": partial(ours, more=("backend.compile=none",)),
     "trainer": trainer,
     "trainer best": partial(trainer, best=True),
     "bound": bound,
@@ -386,7 +439,7 @@ class Table:
         self.output, self.began_s = output, time.monotonic()
         self.content: Result = {
             "date": time.strftime("%F"),
-            "command": shlex.join(["benchmarks/gpu.sh", *sys.argv[1:]]),
+            "command": shlex.join(["benchmarks/gpu.sh", "speed", *sys.argv[1:]]),
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
@@ -463,10 +516,9 @@ def measure(options: argparse.Namespace, folder: Path) -> Table:
     runs = []
     for number, work in enumerate(works):
         home = folder / str(number)
-        names = [name for name in CANDIDATES if not (work.classifies and name == "bound")]
         names = [
             name
-            for name in names
+            for name in work.candidates
             if not options.only or any(each in f"{work.name} {name}" for each in options.only)
         ]
         if names:

@@ -77,7 +77,7 @@ def estimate(
             sequence_s = flops / flops_per_s / (1 - cfg.parallel.bubble)
             expected = timed(expected, cfg.instance, sequence_s, seq_len)
             notes += notes_of_ranks(cfg)
-        notes += notes_of_memory(cfg, shape, expected.world_size)
+        notes += notes_of_memory(cfg, shape, expected.world_size, processes_per_node)
     if shape is not None and not knows_vocabulary(cfg.model, vocab_size=vocab_size):
         notes.append(
             f"a vocabulary of {shape.vocab_size:,} tokens, the default of {shape.model_type}, is assumed"
@@ -198,9 +198,17 @@ def notes_of_ranks(cfg: TrainConfig) -> list[str]:
     return [MESSAGES]
 
 
-def notes_of_memory(cfg: TrainConfig, shape: Shape, world_size: int) -> list[str]:
+def notes_of_memory(
+    cfg: TrainConfig, shape: Shape, world_size: int, ranks_per_machine: int
+) -> list[str]:
     """Return a note on how much memory the model state of a rank takes, and whether its device has that much."""
-    needed_gib = state_gib(cfg, shape, world_size=world_size, precision=precision_of(cfg))
+    needed_gib = state_gib(
+        cfg,
+        shape,
+        world_size=world_size,
+        ranks_per_machine=ranks_per_machine,
+        precision=precision_of(cfg),
+    )
     note = f"weights, gradients and moments take {needed_gib:.3g} GiB of memory per rank"
     device_gib = cfg.instance.device_memory_gib
     if device_gib is None:

@@ -8,25 +8,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from types import FrameType
 
 from launch import spec
-from launch.config import ClusterConfig, LaunchConfig
+from launch.config import LaunchConfig
 from launch.launched import launched_as
-from launch.preflight import run_preflight
-from launch.record import END, Job, Record, add_record_flags, attempt_name
+from launch.program import Program
+from launch.record import END, Job, Record, add_record_flags
 from launch.schedulers import cluster_of
 from launch.spec import Handle, State
-from launch.supervise import (
-    CODES,
-    Decision,
-    StopFile,
-    conclude,
-    recording_failure,
-    supervise,
-)
+from launch.supervise import CODES, Decision, conclude, recording_failure
 from launch.values import count
 from train.config import Unreachable, check
 from train.machine import processes
@@ -40,7 +32,7 @@ ORPHANS_S = 600.0  # time for ranks to save and end after their torchrun is kill
 
 class Scheduler(spec.Scheduler):
     def request(self, job: Job, record: Record) -> list[str]:
-        return supervisor(job, record)
+        return command_of(job, record)
 
     def preview(self, job: Job, record: Record, cfg: LaunchConfig, hours: float | None) -> str:
         return f"this machine, {platform.node()}: {usable_cpus()} CPUs"
@@ -50,7 +42,7 @@ class Scheduler(spec.Scheduler):
         logs.mkdir(parents=True, exist_ok=True)
         with (logs / "job.txt").open("ab") as output:
             process = subprocess.Popen(
-                supervisor(job, record),
+                command_of(job, record),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -113,7 +105,7 @@ def is_supervisor(pid: int, record: Record) -> bool:
     return is_own and words[1:4] == ["-m", "launch.local", launched_as(record)]
 
 
-def supervisor(job: Job, record: Record) -> list[str]:
+def command_of(job: Job, record: Record) -> list[str]:
     """Return the command of the process that runs a job."""
     return [job.python, "-m", "launch.local", job.run_dir, *record.flags()]
 
@@ -136,52 +128,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_job(record: Record) -> int:
     job = record.job()
     with recording_failure(record):
-        decision = train(record, job)
+        supervisor = Supervisor(record, job)
+        decision = supervisor.supervise(cluster_of(job), name=f"gate_{os.getpid()}")
+        if decision.next != END:  # nobody requeues a job on this machine
+            conclude(record, Decision(END, decision.outcome, decision.reason))
     return CODES[decision.outcome]
 
 
-def train(record: Record, job: Job) -> Decision:
-    cluster: ClusterConfig = cluster_of(job)
-    stop = StopFile(record)
-    node = platform.node()
+class Supervisor(Program):
+    def __init__(self, record: Record, job: Job) -> None:
+        super().__init__(record, job)
+        self.nodes = [platform.node()]
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.ask)
 
-    def ask(number: int, _: FrameType | None) -> None:
-        stop.ask(f"{signal.Signals(number).name} to the supervisor")
+    def ask(self, number: int, _: FrameType | None) -> None:
+        self.stop.ask(f"{signal.Signals(number).name} to the supervisor")
 
-    def examine(command: str, name: str) -> int:
-        return on_this_machine(record, job, command, f"--attempt={name}")
-
-    def attempt(number: int) -> int:
-        return on_this_machine(
-            record, job, "train", f"--attempt={attempt_name(number)}", stop=stop
-        )
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, ask)
-    preflight = None
-    if cluster.gate:
-        name = f"gate_{os.getpid()}"
-        preflight = partial(run_preflight, record, job, [node], examine, name=name)
-    decision = supervise(record, cluster, attempt, nodes=[node], stop=stop, examine=preflight)
-    if decision.next != END:  # nobody requeues a job on this machine
-        conclude(record, Decision(END, decision.outcome, decision.reason))
-    return decision
-
-
-def on_this_machine(
-    record: Record, job: Job, command: str, *arguments: str, stop: StopFile | None = None
-) -> int:
-    """Run a command of launch.node, and wait for ranks that outlive it; return the command's exit code."""
-    processes.adopt_orphans()
-    words = [job.python, "-m", "launch.node", command, record.run_dir, *arguments, *record.flags()]
-    process = processes.start(words, env=os.environ)
-    if stop is None:
-        code = processes.exit_code(process)
-    else:
-        code = processes.exit_code(process, meanwhile=stop.write)
-    # Ranks whose torchrun is gone could still write to the run folder.
-    processes.end_orphans(ORPHANS_S)
-    return code
+    def on_nodes(self, command: str, name: str) -> int:
+        processes.adopt_orphans()
+        words = [self.job.python, "-m", "launch.node", command, self.record.run_dir]
+        words += [f"--attempt={name}", *self.record.flags()]
+        process = processes.start(words, env=os.environ)
+        code = processes.exit_code(process, meanwhile=self.stop.write)
+        processes.end_orphans(ORPHANS_S)
+        return code
 
 
 if __name__ == "__main__":

@@ -29,6 +29,9 @@ from train.storage.schema import FileName, Sha256
 PATH = re.compile(r"(/|~|\.\.?/|file:)[^\n]")
 # Settings that name a place in S3, at the Hub or in a folder.
 PLACES = ("data.path", "model.pretrained", "model.tokenizer")
+# Settings of PyTorch's allocator. PyTorch 2.9 reads only the second name on GPUs, and warns of it unless the first one
+# is set too. Newer versions read the first.
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 OF_MACHINE = ("run_dir", "data.cache_dir")  # folders that each machine makes
 
 
@@ -145,7 +148,8 @@ def environment(
         variables["MALLOC_ARENA_MAX"] = "64"
     elif instance.device is not None:
         # Batches of different lengths fragment the device's memory.
-        variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        for name in ALLOCATOR:
+            variables[name] = "expandable_segments:True"
     if instance.vcpus is not None:
         # torchrun limits each of several processes to one thread. Give each process its share of the CPUs instead.
         variables["OMP_NUM_THREADS"] = str(max(1, instance.vcpus // processes_per_node))

@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerFast
 from train.data.text.tokenizer import train_tokenizer
 from train.tools import prepare
 
-pytest_plugins = "held launched launching machines_fixture s3_fixtures saved_steps slurm_fixtures streaming toy".split()
+pytest_plugins = """fake_cuda held launched launching machines_fixture s3_fixtures saved_steps slurm_fixtures
+    streaming toy""".split()
 
 # Autograd counts the devices at a process's first backward pass: that of XLA has to be open by then, for the tests that
 # train both ways in this process. Its compiler takes a quarter of the time without optimising.

@@ -8,7 +8,6 @@ the command fails. The error's text is the reason that the command printed.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import signal
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
@@ -33,11 +32,8 @@ from train.run.command import DONE, REJECTED
 from train.run.names import as_typed, quoted
 from train.run_folder.outcome import read_outcome
 from train.storage.atomic_io import write_atomic
-from train.storage.folders import make_folder, open_folder, sha256_bytes
+from train.storage.folders import is_s3, local_path, make_folder, open_folder, sha256_bytes
 from train.storage.imported import FLAG
-
-if TYPE_CHECKING:
-    from train.observe.report.run import Run
 
 KINDS = (
     "give texts, or mappings from column names to values, in a list, a data frame or a data set"
@@ -50,6 +46,7 @@ __all__ = [
     "Failure",
     "InputError",
     "Result",
+    "compare",
     "evaluate",
     "finetune",
     "predict",
@@ -70,6 +67,9 @@ class Result:
     # those of the exported weights or, without an export, of the last evaluation
     scores: dict[str, float]
     export: str | None  # a folder for from_pretrained; None if nothing was exported
+    report: (
+        str | None
+    )  # the page that `finetune` and `report` write by default; None if there is none
 
     def predict(self, rows: Any, **options: Any) -> list[dict[str, Any]]:
         """Return the model's prediction for each row; see `predict`."""
@@ -131,6 +131,20 @@ def report(*runs: str, output: str | None = None) -> Path:
     return Path(said.removeprefix("report: "))
 
 
+def compare(*runs: str) -> Any:
+    """Return a pandas.DataFrame with a row for each run: settings in which they differ, scores, speed, time and cost.
+
+    A score is that of the exported weights or, without an export, of the last evaluation. Unknown numbers are NaN.
+    Raises InputError if one is no run folder.
+    """
+    from train.observe.report.run import beside, read_run, tell_apart  # imports pandas
+
+    check(bool(runs), "there is nothing to compare: give the run_dir of each run")
+    found = [read_run(open_folder(location, S3Config())) for location in values(runs)]
+    tell_apart(found)
+    return beside(found)
+
+
 def ended_run(command: str, arguments: list[str], ranks: int) -> Result:
     """Run a command that trains to its end, and return the run."""
     cfg = composed(command, arguments)
@@ -157,20 +171,27 @@ def ended_run(command: str, arguments: list[str], ranks: int) -> Result:
         export = f"{location.rstrip('/')}/export"
     scores = {}
     if evaluations:
-        from train.observe.report.run import read_run  # imported late: it imports pandas
+        from train.observe.report.run import final_scores, read_run  # imports pandas
 
         scores = final_scores(read_run(folder))
     return Result(
-        location, str(now["outcome"]), int(now["step"] or 0), evaluations, scores, export
+        run_dir=location,
+        outcome=str(now["outcome"]),
+        step=int(now["step"] or 0),
+        metrics=evaluations,
+        scores=scores,
+        export=export,
+        report=report_of(location),
     )
 
 
-def final_scores(run: Run) -> dict[str, float]:
-    """Return the value of each score by which a run is judged; NaN if it is not finite."""
-    from train.observe.report.run import settled
-
-    values = {name: settled(points)[0] for name, points in run.summary["scores"].items()}
-    return {name: math.nan if value is None else value for name, value in values.items()}
+def report_of(location: str) -> str | None:
+    """Return the path of the page that a report on this run alone has by default, if it is there."""
+    folder = Path(f"{location.rstrip('/').rpartition('/')[2]}-report")
+    if not is_s3(location):
+        folder = local_path(location) / "report"
+    page = folder / "report.html"
+    return str(page) if page.is_file() else None
 
 
 def prepare(settings: Sequence[str]) -> str:
@@ -223,11 +244,9 @@ def predict(
             *flags(imports),
         ]
         try:
-            done("predict", arguments)
+            done("predict", arguments, without=f"{folder}/")
         except (InputError, Failure) as error:
-            raise type(error)(
-                str(error).replace(f"{folder}/", "")
-            ) from None  # the user does not know this folder
+            raise type(error)(str(error).replace(f"{folder}/", "")) from None
         return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
 
 
@@ -328,15 +347,20 @@ def composed(command: str, arguments: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
-def done(command: str, arguments: Sequence[str], *, ranks: int = 1) -> str:
-    """Run a command to its end, and return its last line. Raises Failure if it fails."""
-    code, said = call(command, arguments, ranks=ranks)
+def done(command: str, arguments: Sequence[str], *, ranks: int = 1, without: str = "") -> str:
+    """Run a command to its end, and return its last line. Raises Failure if it fails.
+
+    Lines `without` this folder, which the user does not know, are printed; all are if it is empty.
+    """
+    code, said = call(command, arguments, ranks=ranks, without=without)
     if code != DONE:
         raise Failure(said)
     return said
 
 
-def call(command: str, arguments: Sequence[str], *, ranks: int) -> tuple[int, str]:
+def call(
+    command: str, arguments: Sequence[str], *, ranks: int, without: str = ""
+) -> tuple[int, str]:
     """Run a command and print its output. Returns its exit code and its last error line."""
     with TemporaryDirectory() as logs:
         torchrun = [
@@ -350,11 +374,11 @@ def call(command: str, arguments: Sequence[str], *, ranks: int) -> tuple[int, st
         process = processes.start([sys.executable, *words], env=env, output=subprocess.PIPE)
         said = deque[str](maxlen=LINES)
         try:
-            show(process, said)
+            show(process, said, without)
         except KeyboardInterrupt:
             # a notebook's interrupt signals only its kernel, not the command
             process.send_signal(signal.SIGINT)
-            show(process, said)
+            show(process, said, without)
             raise
         finally:
             if process.poll() is None:
@@ -365,13 +389,14 @@ def call(command: str, arguments: Sequence[str], *, ranks: int) -> tuple[int, st
         return process.returncode, judged(process.returncode, "".join(said))
 
 
-def show(process: subprocess.Popen[bytes], said: deque[str]) -> None:
-    """Print the lines of a process until it ends, and append them to `said`."""
+def show(process: subprocess.Popen[bytes], said: deque[str], without: str) -> None:
+    """Print the lines of a process `without` a folder until it ends, and append all to `said`."""
     assert process.stdout is not None
     for line in process.stdout:
         said.append(line.decode(errors="replace"))
-        sys.stdout.write(said[-1])  # the command has made it visible
-        sys.stdout.flush()
+        if not without or without not in said[-1]:
+            sys.stdout.write(said[-1])  # the command has made it visible
+            sys.stdout.flush()
 
 
 def judged(code: int, said: str) -> str:

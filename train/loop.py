@@ -28,7 +28,7 @@ from train.parallel.backends import Backend, Workload, check_attention
 from train.parallel.engines import Engine, build_engine
 from train.parallel.optim import learning_rate
 from train.parallel.ranks import AGREED
-from train.run.attempt import ENDS, Attempt, begin, record_end
+from train.run.attempt import Attempt, begin, record_end
 from train.run.checkpoint_manager import CheckpointManager
 from train.run.description import describe
 from train.run.evaluation import evaluate, num_lengths, try_evaluation, write_samples
@@ -36,6 +36,7 @@ from train.run.feed import TrainData, check_same_code, check_same_data
 from train.run.stopping import StopRequest, Votes
 from train.run_folder import exported
 from train.run_folder.identity import identity_of
+from train.run_folder.outcome import ENDS
 from train.run_folder.run_folder import RunFolder, side_channel
 from train.storage import imported
 from train.tasks import Task, build_task
@@ -121,10 +122,11 @@ def fit(attempt: Attempt, backend: Backend, on_line: OnLine | None) -> tuple[str
     metrics = recorder(attempt, backend, engine, model, progress, on_line)
     with data.prefetcher or nullcontext():  # must be open until the export has read the samples
         reason = Training(attempt, backend, engine, data, metrics, checkpoints).run()
-        if reason in ENDS:
+        is_complete = reason in ENDS
+        if is_complete:
             checkpoints.remove_leftovers()
         attempt.watch.phase("export", is_start=True)  # the other ranks wait for rank 0
-        if cfg.export and reason in ENDS:
+        if cfg.export and is_complete:
             engine.gather_full_model()
             world.run_on_rank0(
                 lambda: export(attempt, checkpoints, model), attempt.watch.heartbeat

@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 
@@ -25,18 +24,16 @@ import launch
 from launch import code
 from launch.ec2.config import Ec2Config
 from launch.node import LIMITS_S, PREFLIGHT, join_flags
-from launch.preflight import run_preflight
+from launch.program import Program
 from launch.record import END as END_JOB
-from launch.record import REQUEUE, Job, Record, add_record_flags, attempt_name
+from launch.record import REQUEUE, Job, Record, add_record_flags
 from launch.schedulers import cluster_of
 from launch.supervise import (
     Decision,
-    StopFile,
     conclude,
     exhausted,
     recording_failure,
     retry,
-    supervise,
 )
 from train.config import InputError, S3Config, Unreachable
 from train.machine import processes
@@ -129,12 +126,11 @@ def identity() -> Registration:
         ) from error
 
 
-class Machine:
+class Machine(Program):
     def __init__(
         self, run: Record, job: Job, own: Registration, request: int, state: Path
     ) -> None:
-        self.record = run
-        self.job = job
+        super().__init__(run, job)
         self.own = own
         self.request = request
         self.state = state
@@ -146,7 +142,6 @@ class Machine:
         # time.monotonic() of the last sign of life and upload of logs
         self.sign_s = -math.inf
         self.logs_s = -math.inf
-        self.stop = StopFile(run)
         self.stops_s = math.inf
 
     def run(self, stops_s: float) -> int:
@@ -201,35 +196,20 @@ class Machine:
 
     def lead(self) -> None:
         """Examine all machines, train on them, and record the decision about what to do next."""
-        hosts = [str(each.host) for each in self.all]
-        examine = None
-        if self.cluster.gate:
-            name = f"gate_{self.request:04d}"
-            examine = partial(run_preflight, self.record, self.job, hosts, self.examine, name=name)
-        decision = supervise(
-            self.record,
-            self.cluster,
-            self.attempt,
-            nodes=hosts,
-            stop=self.stop,
-            examine=examine,
-        )
+        self.nodes = [str(each.host) for each in self.all]
+        decision = self.supervise(self.cluster, name=f"gate_{self.request:04d}")
         if decision.next == REQUEUE and self.stop.reason == MAX_RUN:
             decision = Decision(END_JOB, "stopped", MAX_RUN)
         settle(self.record, decision)
         self.step(Step(END, FileName(END)))
 
-    def examine(self, command: str, name: str) -> int:
-        """Run a part of the preflight on all machines; return this machine's exit code, once all have answered."""
-        answers = [
-            PREFLIGHT.format(name, each.host) for each in self.all if command == "preflight"
-        ]
+    def on_nodes(self, command: str, name: str) -> int:
+        # This machine's exit code, once all have answered a preflight.
         result = self.step(Step(command, FileName(name)))
-        self.wait(lambda: all(map(self.has, answers)), LIMITS_S[command])
+        if command == "preflight":
+            answers = [PREFLIGHT.format(name, host) for host in self.nodes]
+            self.wait(lambda: all(map(self.has, answers)), LIMITS_S[command])
         return result
-
-    def attempt(self, number: int) -> int:
-        return self.step(Step("train", FileName(attempt_name(number))))
 
     def step(self, step: Step) -> int:
         """Let all machines run a command of launch.node at the same time; return this machine's exit code."""

@@ -15,25 +15,17 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from launch.node import LIMITS_S, join_flags
-from launch.preflight import run_preflight
-from launch.record import REQUEUE, Job, Record, add_record_flags, attempt_name
+from launch.program import Program
+from launch.record import REQUEUE, Job, Record, add_record_flags
 from launch.schedulers import cluster_of
 from launch.slurm.client import Slurm
 from launch.slurm.config import SlurmConfig
-from launch.supervise import (
-    CODES,
-    NeverBegan,
-    StopFile,
-    recording_failure,
-    retry,
-    supervise,
-)
+from launch.supervise import CODES, NeverBegan, recording_failure, retry
 from train.config import Failure, S3Config, check
 from train.machine import processes
 from train.run.command import STOPPED, command_parser, printable, run_flags
@@ -65,14 +57,12 @@ def run_job(options: argparse.Namespace, s3: S3Config) -> int:
         return Batch(record, record.job(), int(os.environ["SLURM_JOB_ID"])).train()
 
 
-class Batch:
+class Batch(Program):
     def __init__(self, record: Record, job: Job, job_id: int) -> None:
-        self.record = record
-        self.job = job
+        super().__init__(record, job)
         self.job_id = job_id
         self.cluster = cluster_of(job, SlurmConfig)
         self.slurm = Slurm()
-        self.stop = StopFile(record)
         self.nodes = list(retry(self.slurm.hostnames, os.environ["SLURM_JOB_NODELIST"]))
         self.steps = 0  # number of srun steps so far, which determines each step's port
         # Whether Slurm is ending the job; it may then start the job again by itself.
@@ -83,21 +73,8 @@ class Batch:
     def train(self) -> int:
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, self.ask)
-        examine = None
-        if self.cluster.gate:
-            # The name differs for each job and restart.
-            name = f"gate_{self.job_id}_{os.environ.get('SLURM_RESTART_COUNT') or 0}"
-            examine = partial(
-                run_preflight, self.record, self.job, self.nodes, self.examine, name=name
-            )
-        decision = supervise(
-            self.record,
-            self.cluster,
-            self.attempt,
-            nodes=self.nodes,
-            stop=self.stop,
-            examine=examine,
-        )
+        name = f"gate_{self.job_id}_{os.environ.get('SLURM_RESTART_COUNT') or 0}"
+        decision = self.supervise(self.cluster, name=name)
         if decision.next == REQUEUE and not self.is_ending:
             self.requeue()
         self.upload()
@@ -118,18 +95,7 @@ class Batch:
             self.is_ending = True
             self.stop.ask("SIGTERM from Slurm")
 
-    def attempt(self, number: int) -> int:
-        return self.on_nodes("train", attempt_name(number))
-
-    def examine(self, command: str, name: str) -> int:
-        """Run a part of the preflight. Raises NeverBegan if Slurm has ended it: then no node is at fault."""
-        code = self.on_nodes(command, name)
-        if code in SIGNALLED and self.stop.reason is None:
-            raise NeverBegan("the preflight was interrupted by a signal")
-        return code
-
     def on_nodes(self, command: str, name: str) -> int:
-        """Run a command of launch.node on all nodes at the same time; return srun's exit code."""
         self.steps += 1
         address = retry(self.slurm.address, self.nodes[0])
         joined = join_flags(self.nodes, address, job=self.job_id, step=self.steps, name=name)
@@ -149,7 +115,11 @@ class Batch:
             *self.record.flags(),
         ]
         limit_s = LIMITS_S.get(command, math.inf)
-        return self.srun(words, limit_s=limit_s, needs_all=command == "train")
+        trains = command == "train"
+        code = self.srun(words, limit_s=limit_s, needs_all=trains)
+        if code in SIGNALLED and self.stop.reason is None and not trains:
+            raise NeverBegan("the preflight was interrupted by a signal")  # no node is at fault
+        return code
 
     def srun(self, words: Sequence[str], *, limit_s: float, needs_all: bool) -> int:
         """Run srun; return its exit code. Raises NeverBegan if no task starts or, with `needs_all`, if not all do."""

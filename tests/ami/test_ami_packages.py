@@ -69,7 +69,7 @@ def test_every_package_has_a_hash_and_comes_from_its_own_index_alone(build, monk
                 )
 
 
-def test_what_cannot_be_resolved_is_one_line_and_no_other_index_is_asked(build, monkeypatch):
+def test_what_cannot_be_resolved_is_one_line_and_no_other_index_is_asked(build):
     torch_neuronx = read_versions().python_packages()["torch-neuronx"]
     write_wheel(build.of_neuron, "torch-neuronx", torch_neuronx, "nki")
     write_wheel(build.public, "nki", "1.0")

@@ -100,7 +100,7 @@ def test_whatever_a_step_reads_is_wanted_and_space_is_kept(lanes, window, batch,
         sampler.consumed_rows = step * batch
         wanted = wanted_shards(manifest, sampler, limit)
         epoch, first = sampler.position
-        rows = sampler.epoch_order(epoch).rows(first, first + 1, sampler.slots).ravel()
+        rows = sampler.epoch_order(epoch).rows(first, first + 1, sampler.indices).ravel()
         assert {f"train-{row // 100:05d}.safetensors" for row in rows} <= {
             shard.file for shard in wanted
         }

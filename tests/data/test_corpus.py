@@ -316,7 +316,7 @@ def test_a_mistake_in_a_part_is_named_with_the_byte_that_reading_began_at(tmp_pa
         list(files("jsonl", path).documents(CorpusPart(1, 2)))
 
 
-def test_parts_of_data_sets_share_the_files_and_hold_each_document_once(tmp_path, monkeypatch):
+def test_parts_of_data_sets_share_the_files_and_hold_each_document_once(tmp_path):
     folder = several_files(tmp_path / "set", ".parquet")
     corpus = hub(
         HFDataset(path=str(folder), rows_per_document=2),

@@ -119,7 +119,7 @@ def test_a_batch_takes_turns_over_the_lanes_and_a_window_shuffles_the_sequences_
 ):
     order = sampler(kind)
     epoch, firsts = order.epoch_order(1), np.cumsum([0, *SHARD_ROWS])
-    rows = epoch.rows(0, order.steps, order.slots)
+    rows = epoch.rows(0, order.steps, order.indices)
     held = [[] for _ in range(kind[0])]  # (first row, rows) of each piece
     for piece, lane in enumerate(order.lanes.piece_lanes):
         held[lane].append((order.lanes.piece_firsts[piece], order.lanes.piece_rows[piece]))
@@ -176,8 +176,8 @@ def test_machines_share_the_shards_and_keep_theirs_in_every_epoch(machines, rank
             now, later = order.upcoming_shards()
             assert {*now, *later} == mine
             first = max(first, len(now)) if epoch == 0 else first
-            slots = np.concatenate([order.slots_of(rank) for rank in here])
-            rows = order.epoch_order(epoch).rows(0, order.steps, slots)
+            indices = np.concatenate([order.indices_of(rank) for rank in here])
+            rows = order.epoch_order(epoch).rows(0, order.steps, indices)
             assert {
                 *(np.searchsorted(np.cumsum(shard_rows), np.unique(rows), side="right")).tolist()
             } <= mine
@@ -321,7 +321,7 @@ def test_a_resume_late_in_an_epoch_asks_first_for_the_shards_of_its_next_step(ra
     now = order.upcoming_shards()[0]
     assert len(now) == len(set(now)) == order.window_shards * len(order.lanes_here)
     epoch, step = order.position
-    slots = np.concatenate([order.slots_of(rank) for rank in ranks])
+    slots = np.concatenate([order.indices_of(rank) for rank in ranks])
     rows = order.epoch_order(epoch).rows(step, step + 3, slots)
     needed = [set((rows[number] // 4096).ravel().tolist()) for number in range(3)]
     for number in range(3):

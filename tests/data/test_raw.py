@@ -68,7 +68,7 @@ def all_texts(raw):
 def new_rows(path, *, labels=(), kind=CLASSIFY_ROWS, **settings):
     columns = ColumnsConfig(**settings.pop("columns", {}))
     cfg = RecordsConfig(path="unused", columns=columns, **settings)
-    return list(read_texts(cfg, kind, str(path), S3, labels=labels))
+    return [example for example, _ in read_texts(cfg, kind, str(path), S3, labels=labels)]
 
 
 def new_texts(path, **settings):

@@ -22,7 +22,6 @@ from train.tools import records
 
 WORDS = "good bad day sun rain very so and the not".split()
 SEQ_LEN, ROWS = 16, 1200
-ARROW = "data-00000-of-00001.arrow"
 
 
 def tokenizer_of(words):

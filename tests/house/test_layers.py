@@ -54,12 +54,12 @@ def name_of(path):
 
 
 @cache
-def imports(path):
-    """Modules imported at run time, wherever the import stands."""
+def imports(path, types=False):
+    """Modules imported at run time, wherever the import stands; with `types`, also those for types only."""
     names = []
     tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):  # imports for types only do not count
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+    for node in ast.walk(tree):
+        if not types and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
             node.body = [ast.Pass()]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -105,7 +105,7 @@ def test_imports_go_downwards():
 
 def test_no_modules_import_one_another_in_a_circle():
     graph = {
-        name: {each for each in imports(path) if each in MODULES} - {name}
+        name: {each for each in imports(path, types=True) if each in MODULES} - {name}
         for name, path in MODULES.items()
     }
     for name in graph:  # a package's own file is named by every import from the package

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from planning import plan, script, two_nodes
 
-from launch.preflight import run_preflight
+from launch.program import run_preflight
 from launch.record import Record
 from launch.slurm import batch as module
 from launch.slurm.batch import Batch
@@ -52,7 +52,7 @@ def test_a_node_that_never_answers_does_not_hold_the_others(batch, monkeypatch, 
     script(tmp_path / "bin" / "srun", "exec sleep 600")
     monkeypatch.setitem(module.LIMITS_S, "preflight", 0.0)
     batch.record.folder.write("gate/gate_7_0/n1.json", b'{"ok": true}')
-    said = run_preflight(batch.record, batch.job, batch.nodes, batch.examine, name="gate_7_0")
+    said = run_preflight(batch.record, batch.job, batch.nodes, batch.on_nodes, name="gate_7_0")
     assert said.startswith("1 of 2 machines failed the preflight; n2: no answer")
 
 

@@ -14,7 +14,9 @@ def of(name: str, *, nodes: int, processes: int) -> dict[str, str]:
     return environment(instance, nodes=nodes, processes_per_node=processes)
 
 
-ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+ALLOCATOR = dict.fromkeys(
+    ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True"
+)
 NEURON = {"MALLOC_ARENA_MAX": "64", "OMP_NUM_THREADS": "4"}
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import pytest
 from rejections import rejects
 
 from train.machine import rank_setup
@@ -26,7 +27,9 @@ def test_only_ranks_of_several_machines_choose_a_card_and_the_users_stays(monkey
     assert environment({"NCCL_SOCKET_IFNAME": ""}, TWO_MACHINES) == chosen
     del chosen["GLOO_SOCKET_IFNAME"]
     assert environment({"GLOO_SOCKET_IFNAME": "eth9"}, TWO_MACHINES) == chosen
+    monkeypatch.setattr(rank_setup, "compile_processes", lambda ranks: 30 // ranks)
     loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+    loopback["TORCHINDUCTOR_COMPILE_THREADS"] = "15"
     assert (
         environment({}, Launched(world_size=2, local_world_size=2, is_distributed=True))
         == loopback
@@ -48,3 +51,13 @@ def test_a_master_without_an_address_is_rejected():
     for name in ("no.such.host.invalid", "a" * 70, "a..b"):
         nowhere = dataclasses.replace(TWO_MACHINES, master_addr=name)
         rejects(f"^MASTER_ADDR={name} has no address", rank_setup.prepare, nowhere, forks=False)
+
+
+@pytest.mark.parametrize(
+    ("cpus", "allowed", "ranks", "processes"),
+    [(192, 192, 8, 24), (96, 6, 8, 6), (384, 384, 8, 32), (2, 2, 8, 1)],
+)
+def test_a_rank_compiles_on_its_share_of_the_cpus(cpus, allowed, ranks, processes, monkeypatch):
+    monkeypatch.setattr(rank_setup.os, "cpu_count", lambda: cpus)
+    monkeypatch.setattr(rank_setup.os, "sched_getaffinity", lambda _: set(range(allowed)))
+    assert rank_setup.compile_processes(ranks) == processes

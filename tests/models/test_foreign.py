@@ -243,7 +243,7 @@ def test_a_vocabulary_names_no_numbers_far_behind_its_end(model):
     )
 
 
-def test_what_published_models_hold_beside_their_sizes_is_accepted(model, tmp_path, capsys):
+def test_what_published_models_hold_beside_their_sizes_is_accepted(model, tmp_path):
     edit(
         model / "config.json",
         _attn_implementation_autoset=True,

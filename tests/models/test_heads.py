@@ -331,6 +331,12 @@ def test_a_head_for_other_labels_is_rejected_unless_a_new_one_is_wanted(
     assert torch.equal(model.network.bert.pooler.dense.weight, theirs["bert.pooler.dense.weight"])
 
 
+def test_a_head_without_an_entry_is_rejected():
+    says = "head MultipleChoice is unknown; choose one of: SequenceClassification, "
+    settings = {"labels": LABELS, "vocab_size": V, "pad_id": PAD, "seq_len": S}
+    rejects(says, build_with_head, "MultipleChoice", sizes(), **settings)
+
+
 def test_labels_without_names_are_those_of_the_data(labelled_folder, tmp_path, log):
     config = json.loads((labelled_folder / "config.json").read_text())
     config |= {

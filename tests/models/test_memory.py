@@ -28,13 +28,15 @@ def load(*overrides: str) -> TrainConfig:
     [
         ([], "bf16", 16),
         ([], "bf16_master", 18),
-        (["parallel=fsdp"], "bf16", 16 / 8),
+        (["parallel=fsdp"], "bf16", 16 / 4),  # within each machine
         (["parallel=pipeline", "parallel.stages=4"], "bf16", 16 / 4),
     ],
 )
 def test_each_split_divides_the_state(overrides, precision, weight_bytes):
     weights = BERT_LARGE.trained_parameters(HeadSize(predictions=20))
-    held = state_gib(load(*overrides), BERT_LARGE, world_size=8, precision=precision)
+    held = state_gib(
+        load(*overrides), BERT_LARGE, world_size=8, ranks_per_machine=4, precision=precision
+    )
     assert held == pytest.approx(weight_bytes * weights / GIB)
 
 
@@ -45,7 +47,11 @@ def test_a_frozen_weight_has_neither_gradient_nor_moments():
     )
     held = [
         state_gib(
-            load(f"model.freeze_layers={number}"), BERT_LARGE, world_size=1, precision="bf16"
+            load(f"model.freeze_layers={number}"),
+            BERT_LARGE,
+            world_size=1,
+            ranks_per_machine=1,
+            precision="bf16",
         )
         for number in (0, 12)
     ]

@@ -1,13 +1,19 @@
 """The masked-position head is the model's own, exports are plain transformers, FLOPs are counted right."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForMaskedLM
+from transformers import AutoModelForMaskedLM, DebertaV2Config
 from transformers.activations import ACT2FN
+from transformers.models.deberta_v2 import modeling_deberta_v2
 
-from train.config import HeadSize, ModelConfig
+from train.config import BackendConfig, HeadSize, ModelConfig
 from train.models.encoder import build_masked_lm, states_at
+from train.models.heads import PaddedEncoder
+from train.parallel.ddp import DDP
 
 S, P, V = 24, 5, 101
 COMMON = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_positions": 40}
@@ -107,3 +113,116 @@ def test_flops_are_those_that_torch_counts(architecture):
     formula = model.train_flops(HeadSize(predictions=P), S)
     # The embedding needs no gradient for its input, nor does what follows it: the count is a little below 3 x forward.
     assert counter.get_total_flops() == pytest.approx(formula, rel=0.02)
+
+
+def test_relative_positions_are_computed_once_for_a_length_and_change_nothing(monkeypatch):
+    """As in DeBERTa v3. On a GPU each computation copies a number from the host."""
+    computed = []
+    compute = modeling_deberta_v2.make_log_bucket_position
+
+    def counted(relative, *others):
+        computed.append(relative.size(-1))
+        return compute(relative, *others)
+
+    monkeypatch.setattr(modeling_deberta_v2, "make_log_bucket_position", counted)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = DebertaV2Config(
+        vocab_size=V,
+        **sizes,
+        intermediate_size=64,
+        relative_attention=True,
+        position_buckets=8,
+        pos_att_type="p2c|c2p",
+        share_att_key=True,
+        norm_rel_ebd="layer_norm",
+    )
+    network = modeling_deberta_v2.DebertaV2ForSequenceClassification(config)
+    model = PaddedEncoder(network).eval()
+    DDP(BackendConfig(device="cpu")).place(model)
+    ids, segments, _ = batch()
+
+    def answers(model):
+        return [model(ids[:, :length], None, segments) for length in (S, S, 7)]
+
+    with torch.inference_mode():
+        predicted = answers(model)
+    trained = answers(model)
+    torch.stack(trained).sum().backward()
+    gradients = [weight.grad.clone() for weight in model.parameters()]
+    assert computed == [S, 7]
+    model.encoder._forward_pre_hooks.clear()
+    model.zero_grad()
+    wanted = answers(model)
+    torch.stack(wanted).sum().backward()
+    assert computed == [S, 7, S, S, 7]
+    for found, again, each in zip(predicted, trained, wanted, strict=True):
+        assert torch.equal(found, each) and torch.equal(again, each)
+    for gradient, weight in zip(gradients, model.parameters(), strict=True):
+        assert torch.equal(gradient, weight.grad)
+
+
+class Products(TorchDispatchMode):
+    """The numbers of columns of all matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.columns = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            self.columns |= {result.size(-1)}
+        return result
+
+
+def outcome(model):
+    """Return logits and gradients by name, and the columns of matrix products, of a pass forward and backward."""
+    model.zero_grad()
+    with Products() as products:
+        logits = model(*batch())
+        labels = torch.arange(3 * P) % V
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels).backward()
+    gradients = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+    return {**gradients, "logits": logits.detach()}, products.columns
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 0.02)])
+@pytest.mark.parametrize("architecture", ["albert", "bert", "distilbert", "electra", "modernbert"])
+def test_on_a_gpu_rows_of_logits_are_aligned_and_nothing_else_changes(
+    architecture, precision, tolerance, tmp_path
+):
+    """But for the order of sums."""
+    model = build(architecture)
+    on_gpu = SimpleNamespace(device=torch.device("cpu"), precision=precision, is_cuda=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        wanted, plain_columns = outcome(model)
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        DDP.place(on_gpu, model)
+        found, columns = outcome(model)
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+    assert V in plain_columns and V not in columns and 128 in columns
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    model.export(tmp_path)
+    plain = AutoModelForMaskedLM.from_pretrained(tmp_path)
+    assert plain.get_output_embeddings().weight.shape[0] == V
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows", "length", "is_too_much"),
+    [
+        # BERT-large and BERT-base; a CUDA graph of PyTorch 2.9 has room for 2 ** 32 random numbers
+        ((24, 16), 64, 512, True),
+        ((24, 16), 32, 512, False),
+        ((12, 12), 128, 512, True),
+        ((12, 12), 128, 128, False),
+    ],
+)
+def test_the_random_numbers_of_a_pass_are_counted(sizes, rows, length, is_too_much):
+    with torch.device("meta"):
+        model = build("bert")
+    config = model.network.config
+    config.num_hidden_layers, config.num_attention_heads = sizes
+    assert model.drawn_numbers(rows, length) == sizes[0] * sizes[1] * rows * length**2
+    assert (model.drawn_numbers(rows, length) >= 2**32) == is_too_much
+    config.attention_probs_dropout_prob = 0.0
+    assert model.drawn_numbers(rows, length) == 0

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 from forks import DEVICE
 from rejections import rejects
 from toy import toy as toy
@@ -205,8 +206,10 @@ def test_auto_is_what_the_gpu_multiplies_natively(cuda, capability, chosen):
 def test_deterministic_kernels_are_for_one_run_on_a_gpu(cuda):
     backend = DDP(BackendConfig(device="cuda", deterministic=True))
     assert torch.are_deterministic_algorithms_enabled()
+    assert not inductor_config.dynamic_scale_rblock
     backend.close()
     assert not torch.are_deterministic_algorithms_enabled()
+    assert inductor_config.dynamic_scale_rblock
     rejects("backend.deterministic=true is only for GPUs", XLAConfig, deterministic=True)
 
 

@@ -55,7 +55,7 @@ def test_the_head_says_what_it_is_and_how_good(tmp_path):
     }
 
 
-def test_the_price_of_a_run_is_no_score_of_it(prepared, tmp_path, capsys):
+def test_the_price_of_a_run_is_no_score_of_it(prepared, tmp_path):
     settings = [*two_lengths(tmp_path), "instance.usd_per_hour=4", "eval_every=1"]
     run = tuned(tmp_path / "run", prepared / "tokenizer", *settings)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -177,7 +177,7 @@ def test_without_a_device_the_host_is_read_by_one_rank_of_a_machine(log):
 @pytest.fixture
 def gpus(monkeypatch):
     """Return three devices, in the order of NVML; their keys are what they answer."""
-    in_cudas_order = ["GPU-ab02", "GPU-aa01", "GPU-cc03"]
+    in_cudas_order = ["ab02", "aa01", "cc03"]
     monkeypatch.setattr(monitor, "cuda_uuids", lambda: in_cudas_order)
     devices = {
         "GPU-aa01": {"gpu": 80, "used": 10_000, "ecc": 7},
@@ -196,10 +196,39 @@ def gpus(monkeypatch):
     monkeypatch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", values)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", values)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEccErrors", errors)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", dict(devices).__getitem__)
+
+    known = dict(devices)
+
+    def handle(uuid: str) -> dict[str, Any]:
+        if uuid not in known:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return known[uuid]
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", handle)
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
     monkeypatch.setattr(pynvml, "nvmlShutdown", devices.clear)
     return devices
+
+
+def test_a_part_of_a_gpu_is_found_by_its_own_uuid(gpus, monkeypatch):
+    with pytest.raises(pynvml.NVMLError_NotFound):
+        monitor.handle_of("no such device")
+    monkeypatch.setattr(monitor, "cuda_uuids", lambda: ["dd04"])
+    gpus["MIG-dd04"] = {"used": 7_000}
+    handle_of_gpu = pynvml.nvmlDeviceGetHandleByUUID
+
+    def handle(uuid: str) -> Any:
+        return gpus["MIG-dd04"] if uuid == "MIG-dd04" else handle_of_gpu(uuid)
+
+    def no_rates(_: Any) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", handle)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", no_rates)
+    with opened("nvidia", num_devices=1) as watch:
+        fields = fields_with(watch, "device_memory_bytes")
+    assert fields["device_memory_bytes"] == 7_000
+    assert "device_utilisation" not in fields and "device_errors" not in fields
 
 
 def test_nvml_gives_the_devices_of_the_run_and_its_new_errors(gpus, log):

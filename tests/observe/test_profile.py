@@ -2,8 +2,10 @@
 
 import gzip
 import json
+import os
 
 import pytest
+import torch
 from running import lines, run, train_here, train_overrides
 
 from train.observe import profile
@@ -34,6 +36,16 @@ def test_a_run_is_traced_and_trains_as_without(prepared, tmp_path, capfd, monkey
     with gzip.open(tmp_path / "traced/profile/trace.json.gz") as file:
         names = [event.get("name") for event in json.load(file)["traceEvents"]]
     assert sum("Optimizer.step" in str(name) for name in names) == 2
+
+
+@pytest.mark.parametrize(("cuda", "keeps"), [(None, False), ("12.4", True), ("12.6", False)])
+def test_tracing_stays_loaded_where_graphs_would_crash_without_it(cuda, keeps, monkeypatch):
+    for name in ("TEARDOWN_CUPTI", "DISABLE_CUPTI_LAZY_REINIT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    profile.keep_cupti()
+    assert (os.environ.get("TEARDOWN_CUPTI") == "0") == keeps
+    assert (os.environ.get("DISABLE_CUPTI_LAZY_REINIT") == "1") == keeps
 
 
 @pytest.mark.slow

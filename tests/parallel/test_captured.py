@@ -1,8 +1,9 @@
 """Steps as CUDA graphs train as steps that are sent kernel by kernel. On a CPU, tapes stand for the graphs: `taped`."""
 
 import math
+import re
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial, partialmethod
 from types import SimpleNamespace
 
@@ -23,9 +24,11 @@ from train.parallel.data import Captured, DataParallel
 from train.parallel.engines import build_engine, sent
 from train.run.stopping import StopRequest
 from train.storage import imported
+from train.tasks.finetune import TextTask
 from train.tasks.mlm import MaskedLMTask
 
-OFF = "backend.cuda_graphs=false"
+GRAPHS = "backend.cuda_graphs"
+OFF = f"{GRAPHS}=false"
 
 
 @pytest.fixture
@@ -176,7 +179,7 @@ def test_a_step_that_waits_for_the_gpu_is_not_recorded(recorded, prepared, tmp_p
     )
     run = train(tmp_path / "run", prepared)
     assert not recorded and losses(run) == pytest.approx(losses(plain), rel=1e-5)
-    assert "steps run without CUDA graphs, because they wait for the GPU at" in log(run)
+    assert "the step [8, 32] runs without a CUDA graph: it waits for the GPU at" in log(run)
     assert "test_captured.py" in log(run)
 
 
@@ -189,13 +192,13 @@ def test_a_recording_that_fails_costs_nothing_but_speed(
     plain = train(tmp_path / "plain", prepared, *settings, OFF)
     failed = []
 
-    def replayed(function, inputs):
-        assert not failed  # it would draw from a generator that checkpoints do not hold
+    def replayed(function, inputs, era):
+        assert len(failed) == era  # it would draw from a generator that checkpoints do not hold
         function(inputs)
 
     def record(self, function, inputs):
         if function.__name__ != failing:
-            return partial(replayed, function, inputs)
+            return partial(replayed, function, inputs, len(failed))
         failed.append(failing)
         try:
             raise RuntimeError("operation not permitted\nwhen stream is capturing")
@@ -206,6 +209,159 @@ def test_a_recording_that_fails_costs_nothing_but_speed(
     run = train(tmp_path / "run", prepared, *settings)
     assert failed == [failing] and losses(run) == pytest.approx(losses(plain), rel=1e-5)
     assert "cannot be recorded (RuntimeError: operation not permitted)" in log(run)
+
+
+# ---- the proof of a graph --------------------------------------------------------------------------------------------
+
+
+def of_weights(engine):
+    engine.parameters[0].data.add_(1e-4)
+
+
+def of_the_loss(engine):
+    engine.loss_sum.mul_(1.001)
+
+
+def of_the_norm(engine):
+    engine.norm.mul_(1.001)
+
+
+def of_no_number(engine):
+    engine.loss_sum.fill_(math.nan)
+
+
+@pytest.mark.parametrize("fault", [of_weights, of_the_loss, of_the_norm, of_no_number])
+def test_a_graph_that_replays_wrongly_is_not_used(
+    recorded, prepared, tmp_path, monkeypatch, fault
+):
+    settings = ["model.hidden_dropout=0.1", "log_every=3"]
+    plain = train(tmp_path / "plain", prepared, *settings, OFF)
+    record, replays = captured.Graphs.record, []
+
+    def wrong(self, function, inputs):
+        replay = record(self, function, inputs)
+
+        def replayed():
+            replays.append(fault)
+            replay()
+            fault(self.proof.engine)
+
+        return replayed
+
+    monkeypatch.setattr(captured.Graphs, "record", wrong)
+    run = train(tmp_path / "run", prepared, *settings)
+    assert_same_run(run, plain)
+    assert losses(run) == losses(plain) and len(replays) == 1
+    text = "the step [8, 32] runs without a CUDA graph: its replay differs from a plain step (loss"
+    assert text in log(run) and "replays equal" not in log(run)
+
+
+def test_a_graph_that_keeps_the_rate_of_its_recording_is_not_used(
+    recorded, prepared, tmp_path, monkeypatch
+):
+    record = captured.Graphs.record
+
+    def stale(self, function, inputs):
+        engine = self.proof.engine
+        replay, (_, kept) = record(self, function, inputs), engine.numbers
+
+        def replayed():
+            count, lr = engine.numbers
+            engine.set_numbers(count, kept)
+            replay()
+            engine.set_numbers(count, lr)
+
+        return replayed
+
+    monkeypatch.setattr(captured.Graphs, "record", stale)
+    run = train(tmp_path / "run", prepared, "optim.schedule=constant")
+    text = "its replay differs from a plain step (loss 0e+00, norm 0e+00, weights 5e-01"
+    assert text in log(run)
+
+
+def test_a_graph_is_proven_at_the_next_finite_step(recorded, prepared, tmp_path, monkeypatch):
+    loss, calls = MaskedLMTask.loss, iter(range(100))
+    factors = {captured.FIRST_CALLS: math.nan}
+    monkeypatch.setattr(
+        MaskedLMTask, "loss", lambda *args: loss(*args) * factors.get(next(calls), 1.0)
+    )
+    run = train(tmp_path / "run", prepared, "eval_every=null")
+    assert len(recorded) == 1 and "replays equal plain steps" in log(run)
+
+
+@pytest.mark.parametrize(("micro", "name"), [(8, "step [8, 32]"), (2, "micro batch [2, 32]")])
+def test_a_step_that_must_have_a_graph_ends_the_run_without_one(
+    recorded, prepared, tmp_path, monkeypatch, micro, name
+):
+    loss = MaskedLMTask.loss
+    monkeypatch.setattr(
+        MaskedLMTask, "loss", lambda *args: (float(args[2]["input_ids"].sum()), loss(*args))[1]
+    )
+    text = f"{GRAPHS}=true, but the {name} cannot run as a CUDA graph: it waits for the GPU"
+    settings = [f"{GRAPHS}=true", f"micro_batch_size={micro}"]
+    rejects(re.escape(text), train, tmp_path / "run", prepared, *settings)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_step_without_memory_begins_again_without_graphs(
+    recorded, tokenizer_folder, tmp_path, monkeypatch, batch
+):
+    """The first step after a graph was recorded that has none finds no memory in its backward pass."""
+    settings = [*two_lengths(tmp_path), "max_steps=24", "micro_batch_size=1"]
+    settings += [f"global_batch_size={batch}", "model.hidden_dropout=0.1"]
+    plain = tuned(tmp_path / "plain", tokenizer_folder, *settings, OFF)
+    loss, failed = TextTask.loss, []
+
+    def fail(gradient):
+        failed.append(gradient)
+        raise torch.OutOfMemoryError("out of memory")
+
+    def with_failure(self, model, inputs):
+        result = loss(self, model, inputs)
+        is_plain = not torch.cuda.is_current_stream_capturing()
+        if recorded and not failed and is_plain and result.requires_grad:
+            result.register_hook(fail)
+        return result
+
+    monkeypatch.setattr(TextTask, "loss", with_failure)
+    run = tuned(tmp_path / "run", tokenizer_folder, *settings)
+    assert len(failed) == 1 and losses(run) == losses(plain)
+    assert log(run).count("the device ran out of memory; steps run without CUDA graphs") == 1
+
+
+def test_an_evaluation_without_memory_is_repeated_without_graphs(
+    recorded, prepared, tmp_path, monkeypatch
+):
+    plain = train(tmp_path / "plain", prepared, OFF)
+    evaluate, failed = DataParallel.evaluate, []
+
+    def without_memory(self, *arguments):
+        if recorded and not failed:
+            failed.append(arguments)
+            raise torch.OutOfMemoryError("out of memory")
+        return evaluate(self, *arguments)
+
+    monkeypatch.setattr(DataParallel, "evaluate", without_memory)
+    run = train(tmp_path / "run", prepared)
+    assert_same_run(run, plain)
+    assert len(failed) == 1 and log(run).count("the device ran out of memory") == 1
+
+
+class NoProof:
+    """For functions that change nothing."""
+
+    other_numbers = nullcontext
+
+    def begin(self):
+        return None
+
+    def results(self):
+        return {"loss": [], "norm": []}
+
+    def rewind(self, before):
+        return None
+
+    end = rewind
 
 
 def test_a_recording_that_fails_is_freed_before_its_step_runs(monkeypatch):
@@ -219,10 +375,11 @@ def test_a_recording_that_fails_is_freed_before_its_step_runs(monkeypatch):
 
     put_tapes(monkeypatch)
     monkeypatch.setattr(captured.Graphs, "record", record)
-    graphs, seen = captured.Graphs(), []
+    graphs, seen = captured.Graphs(NoProof()), []
     for _ in range(captured.FIRST_CALLS + 2):
         graphs.run(lambda inputs: seen.append([each() for each in kept]), {})
-    assert seen == [[], [], [], [None], [None]] and not graphs.is_on
+    # the proof runs the step before and after the recording
+    assert seen == [[], [], [], [], [None], [None]] and graphs.plain and graphs.is_on
 
 
 def test_after_a_recording_that_fails_stream_and_random_numbers_are_as_before(monkeypatch):
@@ -257,8 +414,9 @@ def test_after_a_recording_that_fails_stream_and_random_numbers_are_as_before(mo
         "CUDAGraph": lambda: SimpleNamespace(replay=None),
     }.items():
         monkeypatch.setattr(cuda, name, fake)
+    monkeypatch.setattr(captured, "release", lambda *_: None)
     with pytest.raises(RuntimeError, match="previous error"):
-        captured.Graphs().record(lambda inputs: None, {})
+        captured.Graphs(NoProof()).record(lambda inputs: None, {})
     assert vars(now) == {"stream": "default", "state": "before"}
 
 

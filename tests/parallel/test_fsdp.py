@@ -21,6 +21,7 @@ from saved_steps import cut_back, flip, store_of
 from toy import NAN
 
 from train.checkpoints.loader import newest_valid
+from train.config import FSDPConfig
 from train.parallel.backends import open_backend
 from train.parallel.engines import build_engine
 from train.parallel.pieces import Tensors
@@ -226,6 +227,68 @@ def test_a_classifier_with_a_frozen_layer_and_a_rate_of_its_own_for_the_head(
         torch.testing.assert_close(value, wanted[name], rtol=1e-3, atol=2e-5)
 
 
+# ---- several machines ----------------------------------------------------------------------------------------------
+
+
+# Four ranks of which each two stand for a machine.
+TWO_MACHINES = """
+import os, sys
+here = str(int(os.environ["RANK"]) % 2)
+os.environ.update(LOCAL_RANK=here, LOCAL_WORLD_SIZE="2", GLOO_SOCKET_IFNAME="lo")
+from train.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["bert", "albert"])
+def test_each_machine_holds_a_whole_copy_and_only_the_first_saves_it(
+    plain, prepared, tmp_path, model
+):
+    script = tmp_path / "two_machines.py"
+    script.write_text(TWO_MACHINES)
+    options = [*MODELS[model], FSDP, "micro_batch_size=1"]
+    done = run(train_overrides(tmp_path / "run", prepared, *options), module=str(script), ranks=4)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("each of 2 machines holds a whole copy, in 2 shards") == 1
+    assert_same_run(tmp_path / "run", plain / model)
+    manifest = store_of(tmp_path / "run").manifest(6)
+    assert manifest.files_of("model") == ["model.pt", "model_00001.pt"]
+    exported = load_file(tmp_path / "run/export/model.safetensors")
+    saved = weights(tmp_path / "run")
+    assert exported and all(
+        torch.equal(value, saved[f"network.{name}"]) for name, value in exported.items()
+    )
+    train_here(cut_back(tmp_path / "run", tmp_path / "one"), prepared, *MODELS[model])
+    assert losses(tmp_path / "one")[6:] == pytest.approx(losses(plain / model)[3:], rel=2e-5)
+    again = run(
+        train_overrides(cut_back(tmp_path / "run", tmp_path / "two"), prepared, *options),
+        module=str(script),
+        ranks=4,
+    )
+    assert "resuming from the checkpoint of step 3" in again.stderr
+    assert losses(tmp_path / "two")[6:] == losses(tmp_path / "run")[3:]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "state_gib", "device_gib", "holders"),
+    [
+        ((16, 8), 16 * 0.34, 80, 8),  # BERT-large on two p5.48xlarge
+        ((16, 8), 16 * 40.0, 80, 16),  # 40 billion weights
+        ((16, 8), 16 * 40.0, None, 8),
+        ((8, 8), 16 * 0.34, 80, 8),
+        ((4, 1), 16 * 0.34, 24, 4),
+        ((11, 8), 16 * 0.34, 80, 11),  # machines with different numbers of ranks
+    ],
+)
+def test_weights_are_split_within_a_machine_that_has_the_memory(
+    ranks, state_gib, device_gib, holders
+):
+    filled = state_gib / device_gib if device_gib else 0
+    found = FSDPConfig().num_holders(*ranks, devices_filled=filled)
+    assert found == holders
+
+
 # ---- what a rank holds ---------------------------------------------------------------------------------------------
 
 
@@ -253,6 +316,10 @@ def hold(out, prepared, *options):
         "moments": held_in(
             value for state in engine.optimizer.state.values() for value in state.values()
         ),
+        "prefetched": [
+            len(layer._get_fsdp_state()._states_to_forward_prefetch)
+            for layer in engine.model.separate_layers()
+        ],
     }
     before = whole(backend.world.all_gather_object(engine.state()))
     drawn = task.train_data().draw(np.arange(4)[None] + 4 * backend.world.rank)
@@ -332,6 +399,7 @@ def test_a_rank_holds_its_part_alone_and_all_skip_a_step_that_one_cannot_take(he
         # tensors of an odd number of rows have no halves
         assert sum(parts) == whole and max(parts) < 0.6 * whole
     for rank in ranks:
+        assert rank["prefetched"] == [1, 0]
         assert rank["skipped"] == 2 and rank["unchanged"]
         assert np.isnan(rank["norms"][:2]).all() and rank["norms"][2] == ranks[0]["norms"][2] > 0
         assert rank["norms"][3] == rank["norms"][2]

@@ -32,6 +32,7 @@ DDP_WAYS = {  # of deciding: backend.skips_on_device, torch's implementation of 
     "neuron": (False, {"foreach": False}, "adamw"),
     "cuda": (True, {"fused": True}, "adamw"),  # torch's fused CPU kernel knows found_inf as well
     "cuda, lamb": (True, {}, "lamb"),
+    "cuda, fused lamb": (True, {}, "lamb"),
     "cpu, fp16": (False, {"fused": True}, "adamw"),
     "cuda, fp16": (True, {"fused": True}, "adamw"),
 }
@@ -65,6 +66,8 @@ class Run:
         self.optimizer = build_optimizer(
             OptimConfig(name=name, lr=0.1), self.parameters, adamw=adamw
         )
+        if way == "cuda, fused lamb":
+            self.optimizer.is_fused = True  # as on a GPU
         self.backend.ready(self.optimizer, self.parameters)
 
     def step(self, *scales):
@@ -187,7 +190,7 @@ def test_finite_steps_decided_on_the_device_are_those_decided_on_the_host(on_hos
     assert same(runs[0].everything(), runs[1].everything())
 
 
-@pytest.mark.parametrize("way", ["cuda", "cuda, lamb", "cuda, fp16"])
+@pytest.mark.parametrize("way", ["cuda", "cuda, lamb", "cuda, fused lamb", "cuda, fp16"])
 def test_deciding_on_the_device_neither_waits_for_it_nor_copies_weights_and_moments(
     way, monkeypatch
 ):

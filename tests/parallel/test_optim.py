@@ -2,6 +2,8 @@ import numpy as np
 import pytest
 import torch
 from rejections import rejects
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from train.config import OptimConfig, Plan
 from train.parallel.optim import (
@@ -72,7 +74,8 @@ def lamb_reference(weight, gradients, *, lr, beta1, beta2, eps, decay, trust):
 
 @pytest.mark.parametrize("start", [1.0, 0.0], ids=["weights", "zero weights"])
 @pytest.mark.parametrize("lr", [0.01, torch.tensor([0.01])], ids=["number", "on the device"])
-def test_lamb_is_googles(start, lr):
+@pytest.mark.parametrize("is_fused", [False, True], ids=["separate", "fused, as on GPUs"])
+def test_lamb_is_googles(start, lr, is_fused):
     rng = np.random.default_rng(0)
     model = torch.nn.Linear(5, 3)
     with torch.no_grad():
@@ -85,6 +88,7 @@ def test_lamb_is_googles(start, lr):
     optimizer = build_optimizer(
         OptimConfig(name="lamb", lr=0.01, weight_decay=0.1), model.parameters()
     )
+    optimizer.is_fused = is_fused
     for group in optimizer.param_groups:
         group["lr"] = lr
     for step in range(4):
@@ -99,6 +103,41 @@ def test_lamb_is_googles(start, lr):
             before[name], gradients[name], decay=decay, trust=is_weight, **common
         )
         np.testing.assert_allclose(parameter.detach().numpy(), wanted, rtol=1e-5, atol=1e-6)
+
+
+class Traffic(TorchDispatchMode):
+    """The bytes that operations read and write, with every tensor of a list counted."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for argument, value in zip(function._schema.arguments, args, strict=False):
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            # only with a loss scale does fused Adam write gradients
+            is_written &= argument.name != "grads"
+            self.num_bytes += (1 + is_written) * bytes_of(value)
+        if not any(each.alias_info for each in function._schema.returns):
+            self.num_bytes += bytes_of(result)
+        return result
+
+
+def bytes_of(value):
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+@pytest.mark.parametrize("skips", [None, 0.0])
+def test_lamb_on_a_gpu_moves_56_bytes_for_each_weight(skips):
+    model = torch.nn.Linear(1000, 500, bias=False)
+    optimizer = build_optimizer(OptimConfig(name="lamb", weight_decay=0.1), model.parameters())
+    model.weight.grad = torch.randn_like(model.weight)
+    optimizer.is_fused = True
+    if skips is not None:
+        optimizer.found_inf = torch.tensor(skips)
+    with Traffic() as traffic:
+        optimizer.step()
+    assert traffic.num_bytes / model.weight.numel() == pytest.approx(56, abs=0.1)
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb"])

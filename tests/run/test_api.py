@@ -16,6 +16,7 @@ import pytest
 from finetuning import tuning
 from forks import DEVICE, Forked
 from rejections import rejects
+from reported_runs import CONFIG, STEP_S, TOKENS_PER_STEP, eval_line, train_line, write_run
 from running import ROOT
 
 from train import api
@@ -72,6 +73,7 @@ def test_a_run_is_trained_and_asked_with_its_progress_in_the_cell(
     assert [answer["id"] for answer in answers] == ["0", "1"] and set(
         answers[0]["probabilities"]
     ) == {"0", "1", "2"}
+    assert [answer["text"] for answer in answers] == ["so good", "é — bad"]
     known = api.predict(
         "run", [{"labels": "1", "text": "so good"}], options=[f"backend.device={DEVICE}"]
     )
@@ -102,12 +104,49 @@ def test_a_run_is_trained_and_asked_with_its_progress_in_the_cell(
     (one,) = api.predict("run", "so good", options=[f"backend.device={DEVICE}"])
     assert one["probabilities"] == pytest.approx(answers[0]["probabilities"])
     frame = pandas.DataFrame({"labels": np.array([1], np.int64), "text": ["so good"]})
-    assert api.predict("run", frame, options=[f"backend.device={DEVICE}"]) == known
+    (of_frame,) = api.predict("run", frame, options=[f"backend.device={DEVICE}"])
+    assert of_frame == {**known[0], "labels": 1}
+    assert "predictions: " not in cell.getvalue()  # of a folder that the user does not know
     rejects(
         r"^max_stepz is not a setting; did you mean max_steps\?$",
         api.train,
         [*settings, "max_stepz=1"],
     )
+
+
+@pytest.mark.slow
+def test_an_interrupted_cell_has_saved_and_the_same_call_goes_on(
+    cell: Notebook, prepared: Path
+) -> None:
+    endless = ["max_steps=100000", "checkpoint.every=100000", "eval_every=100000"]
+    settings = tuning(Path("run"), prepared / "tokenizer", *TWEETS[:5], *endless)
+    settings = [word for word in settings if word != "max_steps=2"]
+    reached = []
+    for _ in range(2):
+        cell.at = "left"  # of a line of training
+        with pytest.raises(KeyboardInterrupt):
+            api.train(settings)
+        outcome = json.loads(Path("run/outcome.json").read_text())
+        assert (outcome["outcome"], outcome["checkpoint"]) == ("stopped", outcome["step"])
+        reached.append(outcome["step"])
+    assert 0 < reached[0] < reached[1]
+    assert f"step {reached[0] + 1}/" in cell.getvalue()
+
+
+def test_runs_are_a_table_with_what_differs_and_their_scores(tmp_path: Path) -> None:
+    for name, rate, accuracy in (("low", 1e-4, 0.5), ("high", 1e-3, 0.75)):
+        config = {**CONFIG, "run_dir": f"runs/{name}", "optim": {"name": "adamw", "lr": rate}}
+        lines = [train_line(20), train_line(40), eval_line(40, masked_accuracy=accuracy)]
+        write_run(tmp_path / name, lines, config=config)
+    table = api.compare(str(tmp_path / "low"), str(tmp_path / "high"))
+    assert list(table.index) == ["low", "high"]
+    assert list(table["optim.lr"]) == [1e-4, 1e-3]
+    assert list(table["masked_accuracy"]) == [0.5, 0.75]
+    assert table.loc["high", "tokens_per_s"] == TOKENS_PER_STEP / STEP_S
+    assert table["cost_usd"].isna().all()
+    assert not {"run_dir", "seed", "optim.name"} & set(table.columns)
+    rejects("is not a folder; name the run_dir", api.compare, str(tmp_path / "nosuch"))
+    rejects("give the run_dir of each run", api.compare)
 
 
 TEXTS, ROWS = ["so good", "so bad"], [{"text": "so good", "n": 1}, {"text": "so bad", "n": 2}]

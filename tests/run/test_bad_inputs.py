@@ -59,7 +59,6 @@ PREPARE = [
 ]
 UNQUOTED = "compare.variants={a: 'seed=\"1'}"
 SHORT = "run_dir=r data.path=d max_steps=1 micro_batch_size=8"
-ON_TRN1 = "experiment=albert_pretrain backend=xla instance=trn1.32xlarge"
 BENCH = "model=albert_tiny data.path=DATA global_batch_size=8 backend.device=cpu"
 RECORDS = [
     "task=classify",

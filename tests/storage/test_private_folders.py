@@ -44,7 +44,7 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_new_folder_is_this_users_alone_and_links_are_followed_once(tmp_path, monkeypatch):
+def test_a_new_folder_is_this_users_alone_and_links_are_followed_once(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "real")
     before = os.umask(0)
     try:
@@ -95,7 +95,7 @@ def ddp(**settings):
     return DDP(BackendConfig(device="cpu", compile="layers", **settings))
 
 
-def test_kernels_lie_below_our_cache_and_those_of_others_are_never_loaded(home, monkeypatch):
+def test_kernels_lie_below_our_cache_and_those_of_others_are_never_loaded(home):
     """TorchInductor would take them from TMPDIR, where anybody could make the folder first."""
     ddp().close()
     from torch._inductor import codecache  # as the backend imports it, after the variables are set

@@ -141,6 +141,23 @@ def test_metrics_worked_out_by_hand(given, tmp_path):
     assert best_threshold(np.array(truth, bool), np.array(shares)) == pytest.approx(0.25)
 
 
+def validated(run_dir):
+    """The answers to the validation data."""
+    text = (run_dir / "predictions/validation.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def chosen(evaluated):
+    """The threshold that such answers choose."""
+    shares = np.array([[*line["probabilities"].values()] for line in evaluated])
+    truth = np.array([[name in line["label"] for name in NAMES] for line in evaluated])
+    return best_threshold(truth, shares)
+
+
+def limit_of(export):
+    return json.loads((export / "baretrain_task.json").read_text())["settings"]["threshold"]
+
+
 @pytest.mark.slow
 def test_the_threshold_that_the_validation_data_chose_is_that_of_exports_and_predictions(
     given, rows, tmp_path, capsys
@@ -148,13 +165,8 @@ def test_the_threshold_that_the_validation_data_chose_is_that_of_exports_and_pre
     run_dir = tmp_path / "run"
     of_run = given(run_dir, "task.threshold=best", "max_steps=3")
     train_with(of_run)
-    evaluated = [
-        json.loads(line)
-        for line in (run_dir / "predictions/validation.jsonl").read_text().splitlines()
-    ]
-    shares = np.array([[*line["probabilities"].values()] for line in evaluated])
-    truth = np.array([[name in line["label"] for name in NAMES] for line in evaluated])
-    limit = best_threshold(truth, shares)
+    evaluated = validated(run_dir)
+    limit = chosen(evaluated)
     assert limit != 0.5
     shutil.rmtree(run_dir / "export")
     train_with(of_run)  # nothing is left to do but to export
@@ -162,10 +174,7 @@ def test_the_threshold_that_the_validation_data_chose_is_that_of_exports_and_pre
         checkpoints.main([str(run_dir), "export", str(tmp_path / "exported"), "--step", "3"]) == 0
     )
     for folder in (run_dir / "export", tmp_path / "exported"):
-        assert (
-            json.loads((folder / "baretrain_task.json").read_text())["settings"]["threshold"]
-            == limit
-        )
+        assert limit_of(folder) == limit
     (tmp_path / "new.jsonl").write_text(
         "".join(json.dumps({"text": "no", "label": [name]}) + "\n" for name in NAMES)
     )
@@ -207,17 +216,7 @@ def test_thresholds_predictions_and_scores_are_those_of_the_exported_step(given,
     step = top if best else 7
     assert exported.marked(LocalFolder(run_dir), "weights") == step
     assert json.loads((run_dir / "evaluation.json").read_text())["step"] == step
-    evaluated = [
-        json.loads(line)
-        for line in (run_dir / "predictions/validation.jsonl").read_text().splitlines()
-    ]
-    shares = np.array([[*line["probabilities"].values()] for line in evaluated])
-    truth = np.array([[name in line["label"] for name in NAMES] for line in evaluated])
-
-    def limit(folder):
-        return json.loads((folder / "baretrain_task.json").read_text())["settings"]["threshold"]
-
-    assert limit(run_dir / "export") == best_threshold(truth, shares)
+    assert limit_of(run_dir / "export") == chosen(validated(run_dir))
     assert api.final_scores(read_run(run_dir))["f1_micro"] == scores[step]
     said = (
         f"the export has the weights of step {step}, the {'best by f1_micro' if best else 'last'}"
@@ -230,7 +229,8 @@ def test_thresholds_predictions_and_scores_are_those_of_the_exported_step(given,
             )
             == 0
         )
-    assert limit(tmp_path / str(step)) == limit(run_dir / "export") != limit(tmp_path / "6")
+    of_step = limit_of(tmp_path / str(step))
+    assert of_step == limit_of(run_dir / "export") != limit_of(tmp_path / "6")
 
 
 def test_weights_and_thresholds_fit_the_labels(given, tmp_path):

@@ -13,6 +13,7 @@ from running import ROOT, lines, prepare_config, run, train_here
 from safetensors.torch import load_file, save_file
 from streaming import upload
 
+from train.data.records import tables
 from train.tools import evaluate, prepare
 
 NOT_METRICS = {"kind", "attempt", "time_unix_s", "step", "examples", "eval_s"}
@@ -113,6 +114,23 @@ def test_a_run_is_evaluated_as_it_was_in_training(trained, tmp_path, task, ranks
         last |= {name: result["metrics"][name] for name in (*of_answers, "exact_match", "f1")}
     assert (result["step"], result["metrics"]) == (last["step"], metrics_of(last))
     assert before == {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
+
+
+@pytest.mark.parametrize("task", ["classify", "regress"])
+def test_rows_that_were_trained_on_are_not_tokenised(trained, tmp_path, task, monkeypatch):
+    made = []
+    before = tables.make_features
+
+    def make_features(featurizer, split, examples, scratch):
+        made.append((split, len(examples)))
+        return before(featurizer, split, examples, scratch)
+
+    monkeypatch.setattr(tables, "make_features", make_features)
+    result = evaluated(trained(task), tmp_path / "scores.json")
+    assert made == [("validation", result["rows"])]
+    assert 0 < result["rows"] < 30  # of 60, of which 30 % were held out
+    last = lines(trained(task), "eval")[-1]
+    assert result["metrics"] == metrics_of(last)
 
 
 def test_other_ways_to_the_same_model_and_rows_lead_to_the_same_numbers(

@@ -6,9 +6,12 @@ import shlex
 import shutil
 from pathlib import Path
 
+import datasets
+import huggingface_hub
 import pandas
 import pyarrow.parquet
 import pytest
+import running
 import yaml
 from forks import Forked
 from rejections import rejects
@@ -16,6 +19,7 @@ from rejections import rejects
 from train import api
 from train.config import ModelConfig
 from train.models.encoder import build_masked_lm
+from train.storage import hub_access
 from train.tools import evaluate, finetune, predict
 
 BERT = ModelConfig(
@@ -125,6 +129,80 @@ def test_a_column_that_cannot_be_read_is_not_needed(texts, model, tmp_path, caps
     assert shown(tmp_path / "rows.parquet", model, capsys)["data.columns.label"] == "label"
 
 
+def test_columns_of_bits_are_the_labels_of_a_run(texts, model, tmp_path, capsys):
+    frame = pandas.DataFrame({"text": texts[:60], "toxic": [0, 1] * 30, "rude": [0, 0, 1] * 20})
+    frame.to_csv(tmp_path / "rows.csv", index=False)
+    assert finetuned(tmp_path / "rows.csv", model, tmp_path / "run", *QUICK) == 0
+    assert "task: multilabel" in capsys.readouterr().err
+    labels = json.loads((tmp_path / "run" / "data.json").read_text())["labels"]
+    assert labels == ["toxic", "rude"]
+
+
+def test_tags_without_entities_are_judged_by_accuracy(texts, model, tmp_path):
+    data = tmp_path / "rows.jsonl"
+    rows = [{"tokens": text.split()[:2], "tags": ["noun", "verb"]} for text in texts[:60]]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = tmp_path / "run"
+    assert finetuned(data, model, run, *QUICK) == 0
+    assert yaml.safe_load((run / "config.yaml").read_text())["best"]["metric"] == "accuracy"
+
+
+def test_a_data_set_of_the_hub_is_read_from_the_cache_with_its_own_splits(
+    texts, model, tmp_path, capsys, monkeypatch
+):
+    caches = tmp_path / "caches"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", caches)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    hub_access.silence.cache_clear()
+    frame = pandas.DataFrame({"sentence": texts[:60], "label": ["x", "y"] * 30})
+    files = {}
+    for split in ("train", "validation"):
+        files[split] = str(tmp_path / f"{split}.csv")
+        frame.to_csv(files[split], index=False)
+    # as the library keeps a data set org/rows that it has fetched
+    builder = datasets.load_dataset_builder("csv", data_files=files, cache_dir=tmp_path / "other")
+    builder.dataset_name = "rows"
+    builder.download_and_prepare(str(caches / "org___rows" / "default" / "0.0.0" / "0123abcd"))
+    run = tmp_path / "run"
+    assert finetuned(Path("org/rows"), model, run, *QUICK) == 0
+    assert "rows: 60 for training; validation on validation" in capsys.readouterr().err
+    splits = json.loads((run / "data.json").read_text())["splits"]
+    assert {name: split["rows"] for name, split in splits.items()} == {
+        "train": 60,
+        "validation": 60,
+    }
+    hub_access.silence.cache_clear()
+
+
+def test_several_ranks_say_once_what_is_assumed_and_train_the_same(texts, model, tmp_path):
+    data = tmp_path / "rows.csv"
+    pandas.DataFrame({"text": texts[:60], "label": ["x", "y"] * 30}).to_csv(data, index=False)
+    losses = []
+    for ranks in (1, 2):
+        run = tmp_path / f"run{ranks}"
+        words = [str(data), "--model", str(model), "--output", str(run), *QUICK]
+        words += ["backend.precision=fp32", f"data.cache_dir={tmp_path}/cache"]
+        ended = running.run(words, ranks=ranks, module="finetune")
+        assert ended.returncode == 0, ended.stderr
+        assert ended.stderr.count("task: classify, 2 classes (x, y)") == 1
+        assert ended.stdout.count("predict: baretrain predict") == 1
+        assert (run / "report" / "report.html").exists()
+        losses.append(running.lines(run, "eval")[-1]["loss"])
+    # the order of sums differs
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    shown = running.run([*words, "--show"], ranks=2, module="finetune")
+    assert shown.stdout.count("baretrain train ") == 1
+
+
+def test_the_same_rows_in_python_are_one_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    rows = [{"text": "so good", "label": "x"}, {"text": "so bad", "label": "y"}]
+    frame, table = pandas.DataFrame(rows), datasets.Dataset.from_list(rows)
+    (path,) = {api.kept(each) for each in (rows, frame, table)}
+    assert [json.loads(line) for line in path.read_text().splitlines()] == rows
+    assert api.kept(rows[:1]) != path
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -174,6 +252,8 @@ def test_rows_in_python_become_a_run_a_report_and_predictions(texts, model, tmp_
     assert (run.outcome, run.step) == ("done", 4)
     assert {"f1_macro", "loss"} <= run.scores.keys()
     assert {answer["prediction"] for answer in run.predict(texts[:4])} <= {"x", "y"}
+    assert run.report == f"{run.run_dir}/report/report.html"
+    assert Path(run.report).exists()
     page = api.report(run.run_dir, output=str(tmp_path / "pages"))
     assert page.read_text().startswith("<!doctype html>")
 

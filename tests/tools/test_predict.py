@@ -1,10 +1,12 @@
 """What a trained model says of new rows: as its run's evaluation, row for row, or one line on what is wrong."""
 
 import csv
+import datetime
 import json
 import shutil
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 import torch
 import yaml
@@ -151,7 +153,8 @@ def test_labels_and_samples_are_those_of_the_runs_evaluation(labelled, tmp_path,
         rows = list(csv.DictReader(file))
     shares = [f"probability_{label}" for label in LABELS]
     assert (
-        list(rows[0]) == ["id", "label", "prediction", *shares, "tokens_cut"]
+        list(rows[0])
+        == ["name", "body", "stars", "id", "label", "prediction", *shares, "tokens_cut"]
         and not rows[0]["tokens_cut"]
     )
     assert [(row["id"], row["prediction"]) for row in rows] == [
@@ -159,6 +162,8 @@ def test_labels_and_samples_are_those_of_the_runs_evaluation(labelled, tmp_path,
     ]
     with dev.open() as file:
         texts = [row["body"] for row in csv.DictReader(file, escapechar="\\", doublequote=False)]
+    assert [row["body"] for row in rows] == texts
+    assert f"predictions: {tmp_path}/out.csv (20 rows)" in capsys.readouterr().out
     assert len(samples_of(run)) == 6
     for sample, answer in samples_of(run):
         line = wanted[texts.index(sample.text)]
@@ -168,6 +173,94 @@ def test_labels_and_samples_are_those_of_the_runs_evaluation(labelled, tmp_path,
     assert list(line) == ["id", "prediction", "probabilities"] and line["id"] == "0"
     assert said.startswith("warning: the tokenizer of ")  # which lacks the quotation mark
     assert line["probabilities"] == pytest.approx(wanted[0]["probabilities"], abs=1e-5)
+
+
+def test_several_texts_are_several_rows(labelled, answering, capsys):
+    run, _ = labelled
+    lines, _ = answers(capsys, run, "--text", "na", "--text", "ba be", "--text", "na")
+    assert [line["id"] for line in lines] == ["0", "1", "2"]
+    assert lines[0]["probabilities"] == lines[2]["probabilities"] != lines[1]["probabilities"]
+    asked = ["--question", "na", "--question", "be", "--context", "ba be na"]
+    assert "2 --question, 1 --context: give each as often" in rejected(
+        capsys, answering[0], *asked
+    )
+    lines, _ = answers(capsys, answering[0], *asked, "--context", "be na")
+    assert len(lines) == 2
+
+
+def test_a_file_of_predictions_has_the_columns_of_the_input(folder, texts, tmp_path, capsys):
+    """In their order, also those that the first row lacks, with objects, lists and other columns as JSON."""
+    rows = [{"day": "5 May", "text": text, "tags": ["x"]} for text in texts[:3]]
+    rows[1] |= {"place": {"town": "Bonn"}}
+    (tmp_path / "new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("out.csv", "out.jsonl"):
+        data = [f"data.path={tmp_path}/new.jsonl", "--output", str(tmp_path / name)]
+        assert predict.main([str(folder), *data, *FP32]) == 0
+    shares = [f"probability_{label}" for label in LABELS]
+    with (tmp_path / "out.csv").open(newline="") as file:
+        cells = list(csv.DictReader(file))
+    assert list(cells[0]) == [*rows[1], "id", "prediction", *shares, "tokens_cut"]
+    assert [cell["day"] for cell in cells] == ["5 May"] * 3
+    assert (cells[1]["tags"], cells[1]["place"]) == ('["x"]', '{"town": "Bonn"}')
+    for line, row, cell in zip(lines_of(tmp_path / "out.jsonl"), rows, cells, strict=True):
+        assert list(line) == [*row, "id", "prediction", "probabilities"]
+        assert {name: line[name] for name in row} == row
+        assert line["prediction"] == cell["prediction"]
+        assert float(cell["probability_good"]) == line["probabilities"]["good"]
+
+
+@pytest.mark.parametrize("name", ["prediction", "probabilities", "tokens_cut"])
+def test_a_column_that_predictions_would_replace_is_named(folder, name, tmp_path, capsys):
+    (tmp_path / "new.csv").write_text(f"text,{name}\nba,1\n")
+    data = [f"data.path={tmp_path}/new.csv"]
+    for output in ("out.csv", "out.jsonl"):
+        line = rejected(capsys, folder, *data, "--output", tmp_path / output)
+        assert line.startswith(f"data.path has a column {name}, and so have predictions")
+        assert not (tmp_path / output).exists()
+    answers(capsys, folder, *data)  # on standard output, there is nothing to replace
+
+
+def test_a_column_that_only_later_rows_have_is_named(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(predict, "ROWS_AT_ONCE", 2)
+    rows = [{"text": "ba"}, {"text": "be"}, {"text": "na", "late": 1}]
+    (tmp_path / "new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = [str(folder), f"data.path={tmp_path}/new.jsonl", "--output"]
+    assert predict.main([*data, str(tmp_path / "out.csv"), *FP32]) == 0
+    assert "out.csv lacks late, which only rows after the first 2 have" in capsys.readouterr().err
+    assert predict.main([*data, str(tmp_path / "out.jsonl"), *FP32]) == 0
+    assert [line.get("late") for line in lines_of(tmp_path / "out.jsonl")] == [None, None, 1]
+    assert "late" not in capsys.readouterr().err
+
+
+def test_columns_of_parquet_are_kept_but_for_those_that_cannot_be_read(folder, tmp_path, capsys):
+    table = pyarrow.table(
+        {
+            "day": [datetime.date(2024, 1, 5)],
+            "text": ["ba be"],
+            "other": pyarrow.array([{}], pyarrow.map_(pyarrow.string(), pyarrow.int8())),
+        }
+    )
+    pyarrow.parquet.write_table(table, tmp_path / "new.parquet")
+    data = [str(folder), f"data.path={tmp_path}/new.parquet", "--output"]
+    assert predict.main([*data, str(tmp_path / "out.jsonl"), *FP32]) == 0
+    (line,) = lines_of(tmp_path / "out.jsonl")
+    assert list(line) == ["day", "text", "id", "prediction", "probabilities"]
+    assert line["day"] == "2024-01-05"
+
+
+def test_questions_and_their_contexts_are_beside_the_answers(answering, tmp_path, capsys):
+    run, dev = answering
+    for name in ("out.csv", "out.jsonl"):
+        data = [str(run), f"data.path={dev}", "--output", str(tmp_path / name)]
+        assert predict.main([*data, *FP32]) == 0
+    with (tmp_path / "out.csv").open(newline="") as file:
+        cells = list(csv.DictReader(file))
+    lines = lines_of(tmp_path / "out.jsonl")
+    assert {"question", "context", "answer", "score"} <= cells[0].keys()
+    assert [cell["id"] for cell in cells] == [f"q{number}" for number in range(14)]
+    for cell, line in zip(cells, lines, strict=True):
+        for name in ("id", "question", "context", "answer"):
+            assert cell[name] == line[name]
 
 
 def test_an_architecture_that_reads_padding_answers_the_same_in_an_evaluation_and_alone(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
     from train.parallel.backends import Backend
 
 State = dict[str, Any]  # tensors and plain containers
+ALIGNMENT = 64  # bytes
 
 
 class Staging:
@@ -37,11 +40,41 @@ class Staging:
         if [(each.shape, each.dtype) for each in self.buffers] != [
             (each.shape, each.dtype) for each in tensors
         ]:
-            self.buffers = [
-                torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=backend.pin_memory)
-                for tensor in tensors
-            ]
+            self.buffers = buffers_like(tensors, page_locked=backend.pin_memory)
         return tensors
+
+
+def buffers_like(tensors: list[Tensor], *, page_locked: bool) -> list[Tensor]:
+    """Return an uninitialised host tensor for each tensor, with its shape and dtype.
+
+    Their memory is one piece, because PyTorch would round each page-locked piece up to a power of two.
+    """
+    sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
+    memory = torch.empty(sum(sizes), dtype=torch.uint8)
+    if page_locked:
+        lock_pages(memory)
+    starts = accumulate(sizes[:-1], initial=0)
+    return [
+        buffer_like(tensor, memory, start) for tensor, start in zip(tensors, starts, strict=True)
+    ]
+
+
+def buffer_like(tensor: Tensor, memory: Tensor, start: int) -> Tensor:
+    """Return a tensor with the shape and dtype of `tensor`, whose storage is a part of `memory`."""
+    if not tensor.numel():
+        return torch.empty_like(tensor, device="cpu")
+    # a storage of its own, because torch.save writes whole storages
+    buffer = torch.frombuffer(
+        memory.numpy(), dtype=tensor.dtype, count=tensor.numel(), offset=start
+    )
+    return buffer.view(tensor.shape)
+
+
+def lock_pages(memory: Tensor) -> None:
+    """Page-lock a host tensor until it is freed, so that copies from the device do not wait."""
+    cudart = torch.cuda.cudart()
+    torch.cuda.check_error(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    finalize(memory, cudart.cudaHostUnregister, memory.data_ptr())
 
 
 def first_not_finite(state: State) -> str | None:

@@ -28,6 +28,7 @@ from train.config.checks import (
 from train.config.data import (
     ColumnsConfig,
     DataConfig,
+    EvaluatedConfig,
     RecordsConfig,
     S3Config,
     ShardsConfig,

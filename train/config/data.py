@@ -149,6 +149,14 @@ class RecordsConfig(DataConfig):
         )
 
 
+@dataclass(kw_only=True)
+class EvaluatedConfig(RecordsConfig):
+    """Labelled examples of which an evaluation without training uses only the validation rows."""
+
+    # True if these were held out of the training rows, so that all rows are read to find them.
+    holds_out: bool = False
+
+
 def is_named(name: str) -> bool:
     """Return whether a name ends in the suffix of a file format."""
     return name.lower().removesuffix(".gz").endswith(SUFFIXES)

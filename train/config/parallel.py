@@ -9,6 +9,9 @@ from train.config.backend import BackendConfig
 from train.config.checks import Section, check, setting
 
 PARTS_PER_RANK = 2  # model parts with schedule=interleaved: ranks wait half as long as in 1f1b, and send twice as much
+# parallel=fsdp splits a model within each machine if its state takes at most this share of the devices' memory; the
+# rest is for activations and gathered layers.
+STATE_SHARE = 0.5
 SPLITTING = ("auto", "ddp")  # backends whose ranks can communicate within a step
 
 
@@ -50,9 +53,14 @@ class ParallelConfig(Section, prefix="parallel."):
     def check_goes_with(self, backend: BackendConfig) -> None:
         """Raise InputError if the backend has settings that this split does not support."""
 
-    def held_share(self, world_size: int) -> float:
-        """Return the share of the weights, gradients and moments that one rank holds."""
-        return 1.0
+    def num_holders(
+        self, world_size: int, ranks_per_machine: int, *, devices_filled: float
+    ) -> int:
+        """Return the number of ranks that share one copy of the model's state.
+
+        The weights, gradients and moments would fill this many devices; 0 if the devices' memory is unknown.
+        """
+        return 1
 
 
 @dataclass(kw_only=True)
@@ -71,8 +79,14 @@ class FSDPConfig(ParallelConfig):
     # the gathered weights of all layers until then, which reduces traffic by a third.
     reshard_after_forward: bool = True
 
-    def held_share(self, world_size: int) -> float:
-        return 1 / world_size
+    def num_holders(
+        self, world_size: int, ranks_per_machine: int, *, devices_filled: float
+    ) -> int:
+        # Weights are gathered in every pass, so they cross the network between machines only if they must.
+        has_room = devices_filled <= STATE_SHARE * ranks_per_machine
+        if has_room and ranks_per_machine > 1 and world_size % ranks_per_machine == 0:
+            return ranks_per_machine
+        return world_size
 
     def check_goes_with(self, backend: BackendConfig) -> None:
         check_split("parallel=fsdp", backend)
@@ -175,8 +189,10 @@ class PipelineConfig(ParallelConfig):
             f"{self.num_parts} parts, but it has only {num_layers} layers; lower parallel.stages",
         )
 
-    def held_share(self, world_size: int) -> float:
-        return 1 / self.stages
+    def num_holders(
+        self, world_size: int, ranks_per_machine: int, *, devices_filled: float
+    ) -> int:
+        return self.stages
 
     def check_goes_with(self, backend: BackendConfig) -> None:
         check_split("parallel=pipeline", backend)

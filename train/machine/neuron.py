@@ -96,20 +96,16 @@ def neuron_environment(
             "NEURON_RT_STOCHASTIC_ROUNDING_EN=0 with backend.precision=bf16_stochastic: small updates would be rounded "
             "away; unset it or choose another precision",
         )
-    host = environ.get("MASTER_ADDR")
-    if host is not None:
-        wanted["NEURON_RT_ROOT_COMM_ID"] = f"{bracketed(host)}:{ROOT_COMM_PORT}"
+    if "MASTER_ADDR" in environ:
+        host = environ["MASTER_ADDR"]
+        host = f"[{host}]" if ":" in host else host
+        wanted["NEURON_RT_ROOT_COMM_ID"] = f"{host}:{ROOT_COMM_PORT}"
     if nodes > 1:
         wanted["FI_PROVIDER"] = "efa"
         wanted["FI_EFA_USE_DEVICE_RDMA"] = "1"
         wanted["ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB"] = "512"
     missing = {name: value for name, value in wanted.items() if name not in environ}
     return {**missing, "NEURON_CC_FLAGS": with_flags(environ.get("NEURON_CC_FLAGS", ""), FLAGS)}
-
-
-def bracketed(host: str) -> str:
-    """Put an IPv6 address, which has colons, in brackets."""
-    return f"[{host}]" if ":" in host else host
 
 
 # ---- packages and devices ------------------------------------------------------------------------------------------

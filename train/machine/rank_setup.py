@@ -19,6 +19,7 @@ from train.machine.launched import Launched, check_master
 logger = logging.getLogger("train")
 SYSFS = Path("/sys")
 AMAZON = "0x1d0f"  # Amazon's PCI vendor id
+MOST_COMPILE_PROCESSES = 32  # as in torch/_inductor/config.py
 OPEN_FILES = 65_535  # as in AWS's scripts for Trainium; a container's hard limit may be as high as a billion
 OUTSIDE = "192.0.2.1"  # an address reserved for documentation (RFC 5737), to which the default route leads
 
@@ -64,7 +65,18 @@ def rank_environment(
     # other machines cannot reach the loopback interface
     elif launch.is_one_machine and launch.is_distributed:
         wanted |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+    if launch.local_world_size > 1:
+        wanted["TORCHINDUCTOR_COMPILE_THREADS"] = str(compile_processes(launch.local_world_size))
     return {name: value for name, value in wanted.items() if not environ.get(name)}
+
+
+def compile_processes(num_ranks: int) -> int:
+    """Return how many processes compile for one of a machine's `num_ranks` ranks: its share of the CPUs.
+
+    By default, torch starts one for each CPU, up to 32, in every rank.
+    """
+    share = (os.cpu_count() or 1) // num_ranks
+    return max(1, min(share, len(os.sched_getaffinity(0)), MOST_COMPILE_PROCESSES))
 
 
 def network_card(master: str) -> str | None:

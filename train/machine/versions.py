@@ -33,7 +33,6 @@ class Sdk:
     dkms: str
     collectives: str = ""  # empty if not known
     tools: str = ""
-    pythons: str = ""  # oldest and newest Python, such as 3.11-3.13
 
     @property
     def install(self) -> str:

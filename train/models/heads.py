@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from math import isfinite
@@ -31,6 +32,21 @@ DROPOUTS = (
     "seq_classif_dropout",
     "qa_dropout",
 )
+
+
+@dataclass(frozen=True)
+class Head:
+    """The properties of an AutoModelFor<head> that transformers does not declare."""
+
+    share: float  # the share of positions that it reads; about 0 if it reads one token
+    has_labels: bool = True  # False: it has two outputs, which have no names
+
+
+HEADS = {
+    "SequenceClassification": Head(share=0.0),
+    "TokenClassification": Head(share=1.0),
+    "QuestionAnswering": Head(share=1.0, has_labels=False),
+}
 
 
 @dataclass(frozen=True)
@@ -78,7 +94,8 @@ class PaddedEncoder(Network):
 def logits_of(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     """Return a PaddedEncoder's logits for a batch. A batch without padding has no attention mask."""
     mask = inputs.get("attention_mask")
-    with with_unread_masks(given=mask is not None):
+    unread = nullcontext() if mask is None else with_unread_masks(given=True)
+    with unread:
         logits: Tensor = model(inputs["input_ids"], mask, inputs["token_type_ids"])
     return logits
 
@@ -96,9 +113,10 @@ def build_with_head(
     """Return an AutoModelFor<head> for a tokenizer of `vocab_size` tokens and sequences of at most `seq_len`.
 
     `labels` names the outputs in order. `problem_type` is transformers' name for the objective of a
-    SequenceClassification head. model.hidden_dropout also sets the head's dropout. Raises InputError if cfg does not
-    fit these sizes, or if the checkpoint has a head for other labels.
+    SequenceClassification head. model.hidden_dropout also sets the head's dropout. Raises InputError if HEADS has no
+    such head, if cfg does not fit these sizes, or if the checkpoint has a head for other labels.
     """
+    check(head in HEADS, f"the task's head {head} is unknown; choose one of: {', '.join(HEADS)}")
     config = fitting_config(cfg, vocab_size=vocab_size, pad_id=pad_id, seq_len=seq_len)
     if config.model_type == "big_bird":
         # transformers changes sparse attention to full attention, for good, when it reads the first short batch.
@@ -107,7 +125,7 @@ def build_with_head(
         for name in DROPOUTS:
             if hasattr(config, name):
                 setattr(config, name, cfg.hidden_dropout)
-    if "Classification" in head:
+    if HEADS[head].has_labels:
         check_labels(cfg, config, labels)
         config.id2label = dict(enumerate(labels))
         config.label2id = {label: number for number, label in enumerate(labels)}
@@ -120,7 +138,7 @@ def build_with_head(
     model = PaddedEncoder(
         *make_network(auto, cfg, config, what=f"AutoModelFor{head}", new_head=cfg.new_head)
     )
-    model.head_share = 0.0 if head == "SequenceClassification" else 1.0
+    model.head_share = HEADS[head].share
     return model
 
 

@@ -7,6 +7,8 @@ counted: `baretrain bench` measures the peak.
 
 from __future__ import annotations
 
+import math
+
 from train.config import TrainConfig
 from train.models.model_sizes import Shape
 
@@ -17,13 +19,17 @@ OPTIMIZER_BYTES = 12
 WEIGHT_BYTES = {"bf16_stochastic": 2, "bf16_master": 6}
 
 
-def state_gib(cfg: TrainConfig, shape: Shape, *, world_size: int, precision: str) -> float:
+def state_gib(
+    cfg: TrainConfig, shape: Shape, *, world_size: int, ranks_per_machine: int, precision: str
+) -> float:
     """Return the GiB of a rank's weights, gradients and moments."""
     head = cfg.task.head_size(cfg.seq_len or 1)
     trained = shape.trained_parameters(head, freeze_layers=cfg.model.freeze_layers)
     weights_bytes = WEIGHT_BYTES.get(precision, 4) * shape.trained_parameters(head)
     whole_bytes = weights_bytes + OPTIMIZER_BYTES * trained
-    return whole_bytes * cfg.parallel.held_share(world_size) / GIB
+    filled = whole_bytes / GIB / (cfg.instance.device_memory_gib or math.inf)
+    holders = cfg.parallel.num_holders(world_size, ranks_per_machine, devices_filled=filled)
+    return whole_bytes / holders / GIB
 
 
 def advice(cfg: TrainConfig, *, world_size: int) -> str:

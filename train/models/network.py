@@ -38,9 +38,15 @@ CHOOSING = ("deberta", "deberta-v2")
 # An answer of these architectures also depends on how many tokens of padding follow a row, in spite of the mask:
 # through convolutions, Fourier transforms, pooled or averaged positions, or the embedding of the next token.
 READING_PADDING = ("convbert", "fnet", "mobilebert", "nystromformer")
+# These architectures make a mask of ones if they are given none.
+MAKING_MASKS = ("big_bird", "luke", "megatron-bert", "nystromformer", "rembert", "roformer")
 # transformers makes special masks for these kinds of attention
 OWN_MASKS = ("flash_attention_2", "flex_attention")
+DROPOUTS_OF_ATTENTION = ("attention_probs_dropout_prob", "attention_dropout")
 ENCODERS = ("encoder", "transformer")  # names of the module that contains all layers
+# GPUs multiply matrices fast if a row has a multiple of 16 bytes: 8 numbers of 16 bits. NVIDIA's guide to matrix
+# products advises multiples of 64 numbers, so that no tile of a product is only partly used.
+ALIGNED, LOGITS = 8, 64
 WHOLE_GRAPHS = 2  # graphs of a whole encoder: one for training and one for evaluation
 # The projections of ALBERT's and ELECTRA's embeddings to the hidden size.
 PROJECTIONS = ("embedding_hidden_mapping_in", "embeddings_project")
@@ -64,6 +70,11 @@ class Network(nn.Module):
         self.has_segments = getattr(network.config, "type_vocab_size", 0) >= 2
         # dtype of attention scores; None: the weights' dtype
         self.mask_dtype: torch.dtype | None = None
+
+    @property
+    def makes_masks(self) -> bool:
+        """True if the model makes a mask even if it is given none."""
+        return self.network.config.model_type in MAKING_MASKS
 
     @property
     def inputs(self) -> list[str]:
@@ -155,6 +166,37 @@ class Network(nn.Module):
                 if all(type(part) is nn.Linear for part in parts):
                     _join(*parts)  # type: ignore[arg-type]
 
+    def keep_relative_positions(self) -> None:
+        """Compute DeBERTa's relative positions [1, S, S] once for each length S, instead of in every pass.
+
+        Version 2, which is also that of DeBERTa v3, copies a number from the host to compute them. A CUDA graph cannot
+        contain this. Do not call this for XLA, which computes them inside its graph.
+        """
+        known: dict[tuple[int, torch.device], Tensor | None] = {}
+
+        def give(module: Any, args: Any, options: Any) -> Any:
+            hidden = args[0]
+            key = (hidden.size(1), hidden.device)
+            if key not in known:
+                # predictions would make a tensor that training cannot use
+                with torch.inference_mode(False):
+                    known[key] = module.get_rel_pos(hidden)
+            return args, {**options, "relative_pos": known[key]}
+
+        encoder = self.encoder
+        if encoder is not None and hasattr(encoder, "get_rel_pos"):
+            encoder.register_forward_pre_hook(give, with_kwargs=True)
+
+    def align_logits(self) -> None:
+        """Compute logits with rows of a multiple of LOGITS numbers, unless the vocabulary is a multiple of ALIGNED.
+
+        A GPU takes longer for misaligned rows. Each pass adds zeros to the weight and leaves the extra logits out, so
+        that weights, checkpoints and results keep the vocabulary's size.
+        """
+        decoder = self.network.get_output_embeddings()
+        if type(decoder) is nn.Linear and decoder.out_features % ALIGNED:
+            decoder.forward = partial(_aligned, decoder)  # type: ignore[method-assign]
+
     def compile_layers(self, optimised: Callable[[Any], Any], *, widens: bool = False) -> int:
         """Replace each layer's forward by `optimised(forward)`. Returns the number of graphs per input shape.
 
@@ -195,6 +237,18 @@ class Network(nn.Module):
         """The module that contains only the layers; None if the architecture has no such module."""
         parts = (getattr(self.network.base_model, name, None) for name in ENCODERS)
         return next((part for part in parts if isinstance(part, nn.Module)), None)
+
+    def drawn_numbers(self, rows: int, length: int) -> int:
+        """Return how many random numbers attention's dropout draws in a pass over `rows` rows of `length` tokens.
+
+        This counts SDPA that reads a mask or computes in fp32, which draws one for each pair of tokens. Without a mask,
+        SDPA in 16 bits draws few, and other attention too.
+        """
+        config = self.network.config
+        rates = [getattr(config, name, 0.0) for name in DROPOUTS_OF_ATTENTION]
+        if config._attn_implementation != "sdpa" or not any(rates):
+            return 0
+        return int(config.num_hidden_layers * config.num_attention_heads * rows * length**2)
 
     def known_layers(self) -> list[Any]:
         layers = repeated_layers(self.network)
@@ -254,7 +308,7 @@ class Network(nn.Module):
 
 @contextmanager
 def with_unread_masks(*, given: bool) -> Iterator[None]:
-    """Make transformers use a mask if one is `given`, and none otherwise, without reading it.
+    """Make transformers use a mask if one is `given`, or made by the model, and none otherwise, without reading it.
 
     Otherwise it would read which tokens are padding in order to drop masks that hide nothing, except while a CUDA graph
     is recorded. Reading waits for the device, so a CUDA graph cannot contain it.
@@ -276,6 +330,21 @@ def is_norm(module: nn.Module) -> bool:
 
 def _returned_in(dtype: torch.dtype, _module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
     return output.to(dtype)
+
+
+def _aligned(decoder: nn.Linear, hidden: Tensor) -> Tensor:
+    """Return what `decoder` returns for `hidden` [..., H], a part of a tensor whose rows are aligned."""
+    weight: Tensor = decoder.weight
+    bias: Tensor | None = decoder.bias
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        # Autocast would do so after the zeros are added, which would take longer.
+        weight = weight.to(torch.get_autocast_dtype(device))
+    extra = -decoder.out_features % LOGITS
+    weight = F.pad(weight, (0, 0, 0, extra))
+    if bias is not None:
+        bias = F.pad(bias, (0, extra))
+    return F.linear(hidden, weight, bias)[..., : decoder.out_features]
 
 
 def _join(query: nn.Linear, key: nn.Linear, value: nn.Linear) -> None:

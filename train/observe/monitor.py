@@ -136,7 +136,7 @@ def nvidia_readings(
     """Yield NVML's readings of the first `num_devices` GPUs that CUDA lists."""
     pynvml.nvmlInit()
     try:
-        gpus = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in cuda_uuids()[:num_devices]]
+        gpus = [handle_of(uuid) for uuid in cuda_uuids()[:num_devices]]
         # Errors of before the run are not the run's.
         before = asked(gpus, pynvml.nvmlDeviceGetTotalEccErrors, *UNCORRECTED)
         while not stop.wait(period_s):
@@ -164,11 +164,17 @@ def asked(gpus: Sequence[Any], call: Callable[..., Any], *arguments: Any) -> lis
         return []
 
 
+def handle_of(uuid: str) -> Any:
+    """Return NVML's handle of a GPU, or of a part of one (MIG), whose UUID has another prefix."""
+    try:
+        return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+    except pynvml.NVMLError_NotFound:
+        return pynvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
+
+
 def cuda_uuids() -> list[str]:
-    """Return the UUIDs of the GPUs that CUDA lists, in CUDA's order and NVML's format."""
+    """Return the UUIDs of the devices that CUDA lists, in CUDA's order, without NVML's prefix."""
     import torch  # imported late: most kinds of monitor do not need it
 
-    return [
-        f"GPU-{torch.cuda.get_device_properties(index).uuid}"
-        for index in range(torch.cuda.device_count())
-    ]
+    devices = range(torch.cuda.device_count())
+    return [str(torch.cuda.get_device_properties(index).uuid) for index in devices]

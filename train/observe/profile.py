@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import logging
+import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from train.config import TrainConfig
+from train.machine.versions import release
 from train.run_folder.run_folder import RunFolder, side_channel
 
 if TYPE_CHECKING:
@@ -21,8 +23,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("train")
 FIRST, STEPS = 10, 5  # steps to skip (graphs compile and caches fill), and then steps to trace
+GRAPHS_OUTLIVE_CUPTI = (12, 6)  # release of CUDA; torch/profiler/profiler.py has the same limit
 NO_PROFILE = "the profile is not written"
 MOST_ROWS = 30  # maximum number of rows in the table
+
+
+def keep_cupti() -> None:
+    """Keep CUDA's tracing library loaded after a trace if its CUDA graphs would crash without it, before CUDA 12.6.
+
+    torch does this for the graphs of torch.compile, but does not know of ours.
+    """
+    if torch.version.cuda and release(torch.version.cuda) < GRAPHS_OUTLIVE_CUPTI:
+        os.environ.update({"TEARDOWN_CUPTI": "0", "DISABLE_CUPTI_LAZY_REINIT": "1"})
 
 
 class Profiler:
@@ -38,6 +50,7 @@ class Profiler:
         if self.steps == FIRST:
             self.backend.copy_to_host([], [])  # waits for the device
             with side_channel(NO_PROFILE):
+                keep_cupti()
                 self.scratch = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
                 tracing = torch.profiler.profile()
                 tracing.start()

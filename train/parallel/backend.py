@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from train.data.batches.loader import Batch
     from train.parallel.compiled import TorchCompiler
-    from train.parallel.engines import GradSync
+    from train.parallel.grad_sync import GradSync
 
 State = dict[str, Any]  # tensors and plain containers
 RANK_STRIDE = 1_000_003  # difference between adjacent ranks' seeds; large, so that runs with nearby seeds share no seed
@@ -106,8 +106,11 @@ class Backend(ABC):
     def all_reduce(self, tensors: list[Tensor]) -> None:
         """Sum device tensors over the ranks, in place, with the collectives that reduce gradients."""
 
-    def mesh(self) -> DeviceMesh:
-        """Return a mesh of all ranks' devices, for engines that split tensors."""
+    def mesh(self, num_shards: int) -> DeviceMesh:
+        """Return a mesh of all ranks' devices, for engines that split tensors over `num_shards` ranks.
+
+        It has two dimensions, copies and shards, if there are several copies.
+        """
         raise NotImplementedError
 
     def subgroup(self, ranks: list[int]) -> dist.ProcessGroup:
@@ -188,9 +191,12 @@ class Backend(ABC):
 
 
 def peak_device_bytes() -> int | None:
-    """Return the peak bytes that PyTorch allocated on this process's device; None if PyTorch does not count them."""
+    """Return the peak bytes that PyTorch reserved on this process's device; None if PyTorch does not count them.
+
+    This includes memory that CUDA graphs keep and that no tensor uses.
+    """
     if torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated()
+        return torch.cuda.max_memory_reserved()
     return None
 
 

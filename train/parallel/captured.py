@@ -4,6 +4,8 @@ A step consists of a thousand kernels or more, which the host launches one by on
 takes longer than running it. A CUDA graph records the kernels, and the host launches all of them in one call. Each
 batch shape has its graph. The first steps with a shape run without one, because nothing may be compiled or tuned
 during recording. The last of them also tests whether a step waits for the GPU, because such a step cannot be recorded.
+Before a graph is used, its replay must equal the plain step (`proof`). A shape whose step waits, cannot be recorded or
+replays wrongly runs without a graph; the others keep theirs.
 """
 
 from __future__ import annotations
@@ -12,14 +14,19 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from train.config import BackendConfig, check
+from train.config import BackendConfig, check, plural
 from train.parallel.graphs import brief
+from train.parallel.proof import is_finite, shown
 from train.storage import imported
+
+if TYPE_CHECKING:
+    from train.parallel.proof import Proof
 
 logger = logging.getLogger("train")
 Inputs = dict[str, Tensor]
@@ -60,49 +67,39 @@ def captures_steps(
 class Graphs:
     """The recorded CUDA graphs, by function and input shapes. They share one memory pool."""
 
-    def __init__(self) -> None:
+    def __init__(self, proof: Proof, *, must: bool = False) -> None:
+        """Store `proof`, which compares replays with plain steps. `must`: a step without a graph is an error."""
+        self.proof = proof
+        self.must = must
         self.calls = Counter[Any]()
-        self.recorded: dict[Any, tuple[Inputs, Callable[[], object]]] = {}
+        self.recorded: dict[Any, Recording] = {}
+        self.plain = set[Any]()  # shapes that run without a graph for good
         self.pool: Any = None
         self.is_on = True
+        self.num_reported = 0
 
     def run(self, function: Callable[[Inputs], None], inputs: Inputs) -> None:
-        """Run `function` on `inputs`, or replay its graph. `function` must change tensors in place and return None."""
+        """Run `function` on `inputs`, or replay its graph. `function` must change tensors in place and return None.
+
+        Raises InputError if it cannot be recorded, but must be.
+        """
         shapes = tuple((name, value.shape, value.dtype) for name, value in inputs.items())
         key = (function.__name__, shapes)
-        if key not in self.recorded:
-            self.calls[key] += 1
-            if (
-                not self.is_on
-                or self.calls[key] < FIRST_CALLS
-                or len(self.recorded) >= MOST_GRAPHS
-            ):
-                return function(inputs)
-            if self.calls[key] == FIRST_CALLS:
-                return self.try_out(function, inputs)
-            held = {name: value.clone() for name, value in inputs.items()}
-            try:
-                self.recorded[key] = held, self.record(function, held)
-            except Exception as error:  # any operation may fail; recording runs no kernel, so the step can still run
-                # ending the failed recording raises a second error
-                cause = brief(error.__context__ or error)
-                self.turn_off(f"one of their operations cannot be recorded ({cause})")
-            if len(self.recorded) == MOST_GRAPHS:
-                logger.info(
-                    "backend.cuda_graphs: steps with other shapes than these %d run without",
-                    MOST_GRAPHS,
-                )
-            # the error, and the memory of the failed recording, are freed by now
-            if not self.is_on:
-                return function(inputs)
-        held, replay = self.recorded[key]
-        for name, value in inputs.items():
-            held[name].copy_(value, non_blocking=True)
-        replay()
-        return None
+        if key in self.recorded:
+            self.recorded[key].run(inputs)
+            return
+        self.calls[key] += 1
+        calls = self.calls[key]
+        is_full = len(self.recorded) >= MOST_GRAPHS
+        if not self.is_on or key in self.plain or is_full or calls < FIRST_CALLS:
+            function(inputs)
+        elif calls == FIRST_CALLS:
+            self.try_out(key, function, inputs)
+        else:
+            self.add(key, function, inputs)
 
-    def try_out(self, function: Callable[[Inputs], None], inputs: Inputs) -> None:
-        """Run `function` without recording it. If it waits for the GPU, turn recording off."""
+    def try_out(self, key: Any, function: Callable[[Inputs], None], inputs: Inputs) -> None:
+        """Run `function` without recording it. If it waits for the GPU, it is never recorded."""
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -116,7 +113,53 @@ class Graphs:
             if each not in waits and "Synchronization debug mode" not in str(each.message):
                 warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
         if waits:
-            self.turn_off(f"they wait for the GPU at {waits[0].filename}:{waits[0].lineno}")
+            self.leave(key, f"it waits for the GPU at {waits[0].filename}:{waits[0].lineno}")
+
+    def add(self, key: Any, function: Callable[[Inputs], None], inputs: Inputs) -> None:
+        """Run `function` on `inputs`, and keep its graph if a replay equals the plain run."""
+        before = self.proof.begin()
+        function(inputs)
+        plain = self.proof.results()
+        if not is_finite(plain):  # not a number equals no other; the next batch will tell
+            self.calls[key] -= 1
+            self.proof.end(before)
+            return
+        self.proof.rewind(before)
+        fault = self.try_record(key, function, inputs)
+        if not fault:
+            self.recorded[key].run(inputs)
+            fault = self.proof.fault(before, plain)
+        if fault:
+            self.recorded.pop(key, None)
+            self.proof.rewind(before)
+            self.leave(key, fault)
+            function(inputs)
+        self.proof.end(before)
+        if len(self.recorded) == MOST_GRAPHS:
+            logger.info(
+                "backend.cuda_graphs: steps with other shapes than these %d run without",
+                MOST_GRAPHS,
+            )
+
+    def try_record(self, key: Any, function: Callable[[Inputs], None], inputs: Inputs) -> str:
+        """Record `function`. Returns why it cannot be recorded; "" if it was.
+
+        When this returns, the error and the memory of a failed recording are freed.
+        """
+        held = {name: value.clone() for name, value in inputs.items()}
+        try:
+            with self.proof.other_numbers():
+                replay = self.record(function, held)
+        # any operation may fail; recording runs no kernel, so the step can still run
+        except Exception as error:
+            # ending the failed recording raises a second error
+            cause = brief(error.__context__ or error)
+        else:
+            self.recorded[key] = Recording(held, replay)
+            return ""
+        # The other graphs use the random state that `record` has replaced: they are recorded anew.
+        self.forget()
+        return f"an operation cannot be recorded ({cause})"
 
     def forget(self) -> None:
         """Drop all graphs. Call this when tensors that they use have new addresses."""
@@ -124,30 +167,86 @@ class Graphs:
         self.recorded.clear()
         self.pool = None  # PyTorch frees it with the last graph
 
-    def turn_off(self, reason: str) -> None:
+    def leave(self, key: Any, reason: str) -> None:
+        """Run a shape without a graph from now on. Raises InputError if it must have one."""
+        self.plain.add(key)
+        name, shapes = key
+        what = name.strip("_").replace("_", " ")
+        if shapes:
+            what += f" {list(shapes[0][1])}"
+        check(
+            not self.must,
+            f"backend.cuda_graphs=true, but the {what} cannot run as a CUDA graph: {reason}; leave it out to run "
+            "such steps without",
+        )
+        logger.warning("backend.cuda_graphs: the %s runs without a CUDA graph: %s", what, reason)
+
+    @property
+    def can_give_up(self) -> bool:
+        """True if there are graphs, and the run may continue without them."""
+        return self.pool is not None and not self.must
+
+    def give_up(self) -> None:
+        """Drop all graphs for good, because the device has too little memory for them."""
         self.is_on = False
-        self.recorded.clear()  # after a failure, `record` replaces the random state, but these graphs use the old one
-        logger.warning("backend.cuda_graphs: steps run without CUDA graphs, because %s", reason)
+        self.forget()
+        logger.warning(
+            "backend.cuda_graphs: the device ran out of memory; steps run without CUDA graphs from here on"
+        )
+
+    def report(self) -> None:
+        """Log once that the replays of new graphs equal plain steps."""
+        if len(self.recorded) > self.num_reported:
+            self.num_reported = len(self.recorded)
+            logger.info(
+                "backend.cuda_graphs: %s recorded; replays equal plain steps (%s)",
+                plural(self.num_reported, "graph"),
+                shown(self.proof.worst),
+            )
 
     def record(self, function: Callable[[Inputs], None], inputs: Inputs) -> Callable[[], object]:
         """Record `function(inputs)`, and return a function that replays it in one call."""
-        from train.models.network import with_unread_masks  # late: it imports transformers
-
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        device = torch.cuda.current_device()
+        generator = torch.cuda.default_generators[device]
         before = generator.clone_state()
         # "thread_local" lets other threads use the GPU during the recording: one of them page-locks the next batches.
-        with with_unread_masks(given=False):  # `logits_of` knows better
-            try:
-                # The outer context restores the current stream, which a failed recording would not.
-                with (
-                    torch.cuda.stream(torch.cuda.current_stream()),
-                    torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"),
-                ):
-                    function(inputs)
-            except Exception:
-                # the generator still belongs to the failed recording
-                generator.graphsafe_set_state(before)
-                raise
+        try:
+            # The outer context restores the current stream, which a failed recording would not.
+            with (
+                torch.cuda.stream(torch.cuda.current_stream()),
+                torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"),
+            ):
+                function(inputs)
+        except Exception:
+            # the generator still belongs to the failed recording
+            generator.graphsafe_set_state(before)
+            release(device, self.pool)
+            raise
         return graph.replay
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A CUDA graph and the tensors that it reads."""
+
+    held: Inputs
+    replay: Callable[[], object]
+
+    def run(self, inputs: Inputs) -> None:
+        for name, value in inputs.items():
+            self.held[name].copy_(value, non_blocking=True)
+        self.replay()
+
+
+def release(device: int, pool: Any) -> None:
+    """Free a pool's share of a failed recording, as torch._inductor.cudagraph_trees does.
+
+    If an operation was not allowed, PyTorch raises before it ends the use of the pool, and would never free it.
+    """
+    try:
+        torch._C._cuda_endAllocateToPool(device, pool)
+    except RuntimeError:
+        return  # the recording has ended, so its graph frees the memory
+    torch._C._cuda_releasePool(device, pool)

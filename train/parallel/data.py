@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,12 +13,14 @@ from train.config import OptimConfig, ParallelConfig, check
 from train.parallel.captured import Graphs, Inputs
 from train.parallel.engines import Engine
 from train.parallel.optim import build_optimizer, set_learning_rate
+from train.parallel.proof import Proof
 
 if TYPE_CHECKING:
     from train.data.batches.loader import Batch
     from train.parallel.backend import Backend, State
     from train.parallel.ddp import DDP
-    from train.parallel.engines import GradSync, LossFunction, Statistics
+    from train.parallel.engines import LossFunction, Statistics
+    from train.parallel.grad_sync import GradSync
     from train.parallel.pieces import Tensors
 
 
@@ -110,27 +113,79 @@ class Captured(DataParallel):
             "update; set backend.cuda_graphs=false",
         )
         self.is_whole = accumulation == 1
-        self.graphs = Graphs()
         self.norm = torch.zeros((), device=self.backend.device)
+        self.graphs = Graphs(Proof(self), must=self.backend.must_capture)
+        # These let a step begin again when it runs out of memory.
+        self.earlier_loss = torch.zeros_like(self.loss_sum)
+        self.rng: State = {}
+        self.inputs: list[Inputs] = []
+        self.is_updating = False
         self.sync.begin(0.0)
 
     def begin_step(self, count: float, lr: float) -> None:
+        self.set_numbers(count, lr)
+        self.earlier_loss.copy_(self.loss_sum)
+        self.rng = self.backend.rng_state()
+        self.inputs.clear()
+
+    def set_numbers(self, count: float, lr: float) -> None:
+        self.numbers = count, lr
         set_learning_rate(self.optimizer, lr)
         self.sync.count.copy_(torch.tensor([float(count)]), non_blocking=True)
 
     def forward_backward(self, batch: Batch, *, is_last: bool) -> None:
         self.backend.try_graphs(lambda: self._gradients(batch))
+        self.inputs.append(batch["inputs"])
         with self.backend.work.timed():
-            run = self._step if self.is_whole else self._micro_batch
-            self.graphs.run(run, batch["inputs"])
+            self._run(self._step if self.is_whole else self._micro_batch, batch["inputs"])
 
     def reduce_and_clip(self) -> Tensor:
         if not self.is_whole:
-            self.graphs.run(self._update, {})
+            self._run(self._update, {})
         return self.norm
 
     def optimizer_step(self, norm: Tensor) -> None:
         self.backend.end_step()  # the graph has already updated the weights
+
+    def take_loss(self) -> float:
+        self.graphs.report()
+        return super().take_loss()
+
+    def evaluate(self, statistics: Statistics, inputs: Inputs) -> Tensor:
+        try:
+            return super().evaluate(statistics, inputs)
+        except torch.OutOfMemoryError:
+            if not self.graphs.can_give_up:
+                raise
+        # the error, and the tensors that it refers to, are freed by now
+        self.graphs.give_up()
+        return super().evaluate(statistics, inputs)
+
+    def _run(self, function: Callable[[Inputs], None], inputs: Inputs) -> None:
+        """Run a part of a step. If memory runs out, drop the graphs and begin the step again."""
+        has_room = True
+        try:
+            self.graphs.run(function, inputs)
+        except torch.OutOfMemoryError:
+            has_room = False
+            if self.is_updating or not self.graphs.can_give_up:
+                raise
+        if not has_room:
+            self.graphs.give_up()
+            self._begin_again()
+            if function == self._update:
+                self._update({})
+
+    def _begin_again(self) -> None:
+        """Run the micro batches of this step again, without graphs."""
+        self.backend.set_rng_state(self.rng)
+        self.loss_sum.copy_(self.earlier_loss)
+        self.optimizer.zero_grad(set_to_none=self.is_whole)
+        for inputs in self.inputs:
+            if self.is_whole:
+                self._step(inputs)
+            else:
+                self._micro_batch(inputs)
 
     def _step(self, inputs: Inputs) -> None:
         self.optimizer.zero_grad(set_to_none=True)  # a failed recording leaves gradients behind
@@ -138,16 +193,26 @@ class Captured(DataParallel):
         self._update({})
 
     def _micro_batch(self, inputs: Inputs) -> None:
-        with self.backend.autocast():
+        self.is_updating = False
+        with self.backend.autocast(), self._unread_masks():
             loss_sum = self.loss(self.model, inputs)
         loss_sum.backward()
         self.loss_sum += loss_sum.detach()
 
+    def _unread_masks(self) -> AbstractContextManager[None]:
+        from train.models.network import Network, with_unread_masks  # late: slow
+
+        is_made = isinstance(self.model, Network) and self.model.makes_masks
+        return with_unread_masks(given=is_made)
+
     def _update(self, _: Inputs) -> None:
+        self.is_updating = False
         norm = self.clip(self.sync.reduce())
         self.norm.copy_(norm)
+        self.is_updating = True
         # The graph of a micro batch adds to gradients at fixed addresses, so these gradients must not be freed.
         self.backend.update(self.optimizer, norm, keeps_gradients=not self.is_whole)
+        self.is_updating = False
 
     def load(self, model: Tensors, optimizer: State) -> None:
         super().load(model, optimizer)

@@ -26,7 +26,7 @@ from train.parallel import guards, nonfinite, rendezvous
 from train.parallel.backend import RANK_STRIDE, Backend, State, Work
 from train.parallel.captured import captures_steps
 from train.parallel.compiled import Workload, open_compiler
-from train.parallel.engines import GradSync
+from train.parallel.grad_sync import GradSync
 from train.parallel.graphs import Graphs
 from train.parallel.precision import (
     AUTOCAST,
@@ -63,6 +63,7 @@ class DDP(Backend):
         self.recomputes = cfg.activation_checkpointing
         self.deterministic = self.is_cuda and cfg.deterministic
         self.captures = captures_steps(cfg, self.device, self.precision, world.size)
+        self.must_capture = cfg.cuda_graphs is True
         if self.captures:
             self.adamw["capturable"] = True
         if self.is_cuda:
@@ -125,7 +126,12 @@ class DDP(Backend):
         from train.models.network import Network  # late: it imports transformers
 
         model.to(self.device)
-        if not self.is_cuda and self.precision == "bf16" and isinstance(model, Network):
+        if not isinstance(model, Network):
+            return
+        model.keep_relative_positions()
+        if self.is_cuda:
+            model.align_logits()
+        elif self.precision == "bf16":
             model.attend_by_products(torch.bfloat16)
 
     def compile_loss(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -148,7 +154,8 @@ class DDP(Backend):
                 hook.remove()
 
     def grad_sync(self, model: nn.Module, *, accumulation: int) -> GradSync:
-        if not self.world.is_distributed:
+        # DDP's hooks run on the stream on which it was built, and cannot be recorded.
+        if self.world.size == 1:
             return GradSync(model, self.device)
         return DDPSync(
             model, self.device, self.world.size, accumulation, compresses=self.compresses
@@ -158,8 +165,12 @@ class DDP(Backend):
         for tensor in tensors:
             dist.all_reduce(tensor)
 
-    def mesh(self) -> DeviceMesh:
-        return init_device_mesh(self.device.type, (self.world.size,))
+    def mesh(self, num_shards: int) -> DeviceMesh:
+        sizes = (self.world.size // num_shards, num_shards)
+        if sizes[0] == 1:
+            return init_device_mesh(self.device.type, (num_shards,))
+        with without_stdout():  # gloo prints how many ranks have connected
+            return init_device_mesh(self.device.type, sizes, mesh_dim_names=("copies", "shards"))
 
     def subgroup(self, ranks: list[int]) -> dist.ProcessGroup:
         with without_stdout():  # gloo prints how many ranks have connected

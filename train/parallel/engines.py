@@ -1,39 +1,27 @@
-"""The engines' base class, and the interface of their reductions of gradients.
+"""The engines' base class.
 
 An engine holds a model and its optimizer, runs steps, saves and loads state. Losses are sums over labels. Gradients are
-reduced once per step. `GradSync.reduce` returns the label count of all ranks, by which the engine's `clip` divides the
-gradients in the pass that clips them.
-
-    class         where                     reduces                                       over ranks  returns
-    GradSync      one rank on ddp           never                                         -           its labels
-    DDPSync       parallel=data on ddp      in the last backward pass, by buckets         average     labels / ranks
-    XLASync       xla, even with one rank   in `reduce`, in the graph of the update       sum         labels
-    ShardSync     parallel=fsdp             in the last backward pass, or in every one    sum         labels
-    PipelineSync  parallel=pipeline         in `reduce`, over the holders of each weight  sum         labels
-
-torch's DDP always divides by the number of ranks, so DDPSync also divides the label count by it. With one rank, XLASync
-reduces nothing, and parallel=fsdp runs as parallel=data.
+reduced once per step: `GradSync.reduce` (train/parallel/grad_sync.py) returns the label count of all ranks, by which
+the engine's `clip` divides the gradients in the pass that clips them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from train.config import OptimConfig, ParallelConfig
-from train.config.backend import CUDA
 from train.parallel import guards
 from train.parallel.optim import load_state, set_learning_rate
 
 if TYPE_CHECKING:
     from train.data.batches.loader import Batch
     from train.parallel.backend import Backend, State
+    from train.parallel.grad_sync import GradSync
     from train.parallel.pieces import Tensors
 
 LossFunction = Callable[[nn.Module, dict[str, Tensor]], Tensor]
@@ -43,40 +31,6 @@ ENGINES = {  # the engines' modules; each has a function `build`
     "fsdp": "train.parallel.fsdp",
     "pipeline": "train.parallel.pipeline",
 }
-
-
-class GradSync:
-    """A reduction of gradients, once per step. This base class is for a single rank and reduces nothing."""
-
-    module: nn.Module  # the model as forward passes call it
-    count: Tensor  # [1], on the device: the number of labels in this step
-    count_type = torch.float32
-    adds_counts = False  # whether the label counts are summed over the ranks during the passes
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.module, self.device = model, device
-
-    def begin(self, count: float) -> None:
-        """Begin a step in which this rank has `count` labels."""
-        self.count = sent(torch.tensor([count], dtype=self.count_type), self.device)
-        if self.adds_counts:
-            self.adding = dist.all_reduce(self.count, async_op=True)
-
-    def micro_batch(self, *, is_last: bool) -> AbstractContextManager[Any]:
-        """Return the context for the passes of one micro batch. `is_last` marks the last micro batch of a step."""
-        return nullcontext()
-
-    def reduce(self) -> Tensor:
-        """Finish the reduction. Returns the number [1] by which to divide the gradients; 0 if there are no labels."""
-        if self.adds_counts:
-            self.adding.wait()
-        return self.count
-
-
-def sent(value: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of a tensor on a device. On CUDA the copy does not wait for the previous step."""
-    # CUDA reads the host's memory before the call returns. Other devices may read it later, when it has been freed.
-    return value.to(device, non_blocking=device.type == CUDA)
 
 
 class Engine:

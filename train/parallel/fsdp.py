@@ -1,6 +1,8 @@
 """Fully sharded data parallelism: every rank holds a shard of each weight, gradient and moment.
 
 It is for models that do not fit on one device. See ZeRO, https://arxiv.org/abs/1910.02054, and PyTorch's `fully_shard`.
+With several machines, each machine holds a whole copy in shards if it has the memory, so that weights never cross the
+network between machines. Only gradients do, once per step. See hybrid sharding in https://arxiv.org/abs/2304.11277.
 
 A layer's weights are all-gathered for its forward and backward passes and freed afterwards. Gradients are
 reduce-scattered. If one layer is shared over the whole depth, it is always in use, so the model is gathered as a whole.
@@ -8,26 +10,33 @@ reduce-scattered. If one layer is shared over the whole depth, it is always in u
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from train.config import FSDPConfig, OptimConfig, ParallelConfig
+from train.config.backend import CUDA
 from train.config.parallel import check_shards
+from train.machine.memory import total_memory_bytes
+from train.models.memory_estimate import OPTIMIZER_BYTES
 from train.parallel import data, guards
 from train.parallel.data import DataParallel, scale
-from train.parallel.engines import GradSync
+from train.parallel.grad_sync import GradSync
 from train.parallel.pieces import Tensors, piece
 
 if TYPE_CHECKING:
     from train.parallel.backend import Backend, State
 
+logger = logging.getLogger("train")
 EMPTY = torch.empty(0)
+STATE_BYTES = 4 + OPTIMIZER_BYTES  # of a weight, its gradient and moments
 
 
 def build(
@@ -48,7 +57,11 @@ class FSDP(DataParallel):
         self, optim: Any, backend: Backend, model: Any, *args: Any, cfg: FSDPConfig, **options: Any
     ) -> None:
         self.cfg = cfg
-        self.mesh = backend.mesh()
+        self.num_shards = shards_of(cfg, backend, model)
+        self.mesh = backend.mesh(self.num_shards)
+        self.placements: list[Placement] = [Shard(0)]
+        if self.mesh.ndim > 1:
+            self.placements = [Replicate(), Shard(0)]
         # Weights are compared now, because no two ranks hold the same rows after sharding.
         guards.check_same(backend, model, guards.smallest(model.parameters()))
         # `half` is the dtype in which weights are gathered and used; None leaves it unchanged.
@@ -57,13 +70,17 @@ class FSDP(DataParallel):
             param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
         # The model is sharded before it moves to the device, which therefore needs space for only one whole layer.
-        for layer in model.separate_layers():
+        layers: Any = model.separate_layers()
+        for layer in layers:
             fully_shard(
                 layer,
                 mesh=self.mesh,
                 reshard_after_forward=cfg.reshard_after_forward,
                 mp_policy=policy,
             )
+        for layer, following in pairwise(layers):
+            # gathered while `layer` computes, even if the host launches kernels late
+            layer.set_modules_to_forward_prefetch([following])
         fully_shard(model, mesh=self.mesh, reshard_after_forward=False, mp_policy=policy)
         super().__init__(optim, backend, model, *args, **options)
 
@@ -72,21 +89,29 @@ class FSDP(DataParallel):
 
     @torch.no_grad()
     def clip(self, divisor: Tensor) -> Tensor:
-        gradients = [
-            weight.grad.to_local()
-            for weight in self.parameters
-            if isinstance(weight.grad, DTensor)
-        ]
+        gradients = local_parts(weight.grad for weight in self.parameters)
         square = nn.utils.get_total_norm(gradients).square().reshape(1)
         self.backend.all_reduce([square])
+        square /= self.data_size // self.num_shards
         return scale(gradients, square.sqrt().reshape(()), divisor, self.max_grad_norm)
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def check_replicas(self) -> None:
-        return  # no two ranks hold the same rows
+        smallest = guards.smallest(self.model.parameters())
+        sums = [float(part.double().sum()) for part in self.backend.to_host(local_parts(smallest))]
+        every = self.backend.world.gather(sums)
+        for rank, others in enumerate(every):
+            first = rank % self.num_shards
+            if others != every[first]:
+                raise RuntimeError(
+                    f"rank {rank} has other weights than rank {first}, which holds the same rows: a reduction of "
+                    "gradients did not reach it"
+                )
 
     def state(self) -> dict[str, State]:
+        if self.data_rank >= self.num_shards:
+            return {}  # a rank of the first machine holds the same rows
         local = self.local_state_dict()
         moments = {index: self._pieces(own) for index, own in local["optimizer"]["state"].items()}
         optimizer = {"state": moments}
@@ -144,7 +169,7 @@ class FSDP(DataParallel):
         return pieces
 
     def _own_rows(self, num_rows: int) -> slice:
-        return rows_of(self.data_rank, num_rows, self.data_size)
+        return rows_of(self.data_rank % self.num_shards, num_rows, self.num_shards)
 
     def _part(self, tensors: Tensors, name: Any) -> Tensor:
         """Copy this rank's rows of a saved tensor, so that its file can be unmapped. Return scalars as they are."""
@@ -153,7 +178,7 @@ class FSDP(DataParallel):
             return tensors[name]
         rows = tensors.rows(name, self._own_rows(shape[0])).clone()
         stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(rows, self.mesh, [Shard(0)], shape=shape, stride=stride)
+        return DTensor.from_local(rows, self.mesh, self.placements, shape=shape, stride=stride)
 
 
 class ShardSync(GradSync):
@@ -171,6 +196,34 @@ class ShardSync(GradSync):
         for module in split_modules(self.module):
             module.set_requires_gradient_sync(is_last, recurse=False)
         return nullcontext()
+
+
+def shards_of(cfg: FSDPConfig, backend: Backend, model: nn.Module) -> int:
+    """Return how many ranks share one copy of the weights: those of a machine if they have the memory, else all."""
+    world = backend.world
+    if backend.device.type == CUDA:
+        device_bytes = torch.cuda.get_device_properties(backend.device).total_memory
+    else:
+        device_bytes = total_memory_bytes() // world.local_size
+    state_bytes = STATE_BYTES * sum(weight.numel() for weight in model.parameters())
+    filled = state_bytes / device_bytes
+    own = cfg.num_holders(world.size, world.local_size, devices_filled=filled)
+    # all ranks must shard alike, even if machines differ
+    everywhere = set(world.all_gather_object((own, world.local_size)))
+    if len(everywhere) > 1:
+        return world.size
+    if own < world.size:
+        logger.info(
+            "parallel=fsdp: each of %d machines holds a whole copy, in %d shards",
+            world.num_machines,
+            own,
+        )
+    return own
+
+
+def local_parts(tensors: Iterable[Tensor | None]) -> list[Tensor]:
+    """Return this rank's rows of the sharded tensors."""
+    return [tensor.to_local() for tensor in tensors if isinstance(tensor, DTensor)]
 
 
 def rows_of(rank: int, num_rows: int, num_ranks: int) -> slice:

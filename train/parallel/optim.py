@@ -157,15 +157,18 @@ def parameter_groups(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set each group's rate to `lr` times its `lr_factor`. Tensors change in place, because graphs refer to them."""
+    """Set each group's rate to `lr` times its `lr_factor`. Tensors change in place, because graphs refer to them.
+
+    Rates that are numbers are rounded to float32 too, so that all runs use the same ones.
+    """
     import torch
 
     for group in optimizer.param_groups:
-        value = lr * group["lr_factor"]
+        value = torch.tensor([lr * group["lr_factor"]], dtype=torch.float32)
         if isinstance(group["lr"], torch.Tensor):
-            group["lr"].copy_(torch.tensor([value]), non_blocking=group["lr"].is_cuda)
+            group["lr"].copy_(value, non_blocking=group["lr"].is_cuda)
         else:
-            group["lr"] = value
+            group["lr"] = float(value)
 
 
 # ---- saved state -----------------------------------------------------------------------------------------------------

@@ -31,7 +31,8 @@ from train.models.network import Network
 from train.parallel import guards
 from train.parallel.backend import all_reduce_flat
 from train.parallel.data import scale
-from train.parallel.engines import Engine, GradSync
+from train.parallel.engines import Engine
+from train.parallel.grad_sync import GradSync
 from train.parallel.guards import replace
 from train.parallel.optim import (
     build_optimizer,

@@ -56,6 +56,10 @@ def set_deterministic(wanted: bool) -> None:
 
     https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html
     """
+    import torch._inductor.config  # late: it takes a second
+
+    # Otherwise a compiled reduction would be timed with several sizes of its blocks in each process.
+    torch._inductor.config.dynamic_scale_rblock = not wanted
     if wanted:
         # read by the first matrix product
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -41,7 +41,7 @@ from train.parallel.backend import (
     round_to_bf16,
     widen,
 )
-from train.parallel.engines import GradSync
+from train.parallel.grad_sync import GradSync
 from train.parallel.graphs import GraphBudget, Graphs
 from train.parallel.precision import check_precision
 from train.parallel.xla_environment import COLLECTS

@@ -248,7 +248,7 @@ def out_of_memory(kind: str, error: BaseException, cfg: TrainConfig) -> str:
     device_bytes = peak_device_bytes()
     if device_bytes:
         peak += f", {device_bytes / 1e9:.3g} GB of device memory"
-        if ranks == 1 and cfg.backend.cuda_graphs is not False:
+        if cfg.backend.cuda_graphs:
             cure += ", set backend.cuda_graphs=false"
     if kind == "out_of_host_memory":
         cure += ", lower data.num_workers"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, TypeVar, get_type_hints
@@ -126,48 +126,69 @@ def to_settings(composed: DictConfig, schema: type[Config]) -> Config:
 
 
 def compose_config(
-    schema: type, given: Sequence[str], values: Mapping[str, Any] | None = None
+    schema: type, overrides: Sequence[str], values: Mapping[str, Any] | None = None
 ) -> DictConfig:
     """Compose the settings and check names, options and types; values may still be missing."""
-    # imported here: --help needs no Hydra
-    from train.run.overrides import compose_options, parsed
+    from train.run.overrides import parsed  # imported here: --help needs no Hydra
 
-    overrides, users_own = opened(given)
-    listed = groups(CONFIGS[schema])
-    chosen: dict[str, str] = {}
-    typed = []
-    own = {}
+    overrides, named = opened(overrides)
     for override in overrides:
-        key, value = parsed(override)
-        check_override(schema, override, key, value)
-        own[override.partition("=")[0]] = value
-        if key not in listed or isinstance(value, dict):
-            typed.append((override, key, value))
-            continue
-        other = chosen.setdefault(key, override)
-        check(other == override, f"{other} and {override} choose the same thing; give one of them")
-    # Hydra has no syntax for "no option of this group". It is the default of groups that accept null.
-    options = [override for override in chosen.values() if not override.endswith("=null")]
-    if {**(values or {}), **dict(flatten(own))}.get("model.pretrained") is not None:
-        options += options_of_weights(chosen, listed)
-    base = compose_options(
-        CONFIGS[schema], tuple(options), tuple(CONFIGS.items()), tuple(schemas())
-    )
-    composed = copy.deepcopy(base)
-    for key, known in (values or {}).items():
-        OmegaConf.update(composed, key, known, force_add=True)
-    for override, key, value in typed:
-        set_value(composed, schema, override, key, value)
-    for key, value in over_recipe(dict(flatten(own)), listed).items():
-        OmegaConf.update(composed, key, value)
-    for key, value in of_fine_tuning(composed).items():
-        OmegaConf.update(composed, key, value)
-    for key, value in users_own.items():
+        check_override(schema, override, *parsed(override))
+    options, settings = options_and_settings(overrides, groups(CONFIGS[schema]))
+    typed = dict(flatten({each.partition("=")[0]: parsed(each)[1] for each in overrides}))
+    composed = compose_base(schema, options, {**(values or {}), **typed})
+    update(composed, values or {}, adds=True)
+    for override in settings:
+        set_value(composed, schema, override, *parsed(override))
+    update(composed, over_recipe(typed, groups(CONFIGS[schema])))
+    update(composed, of_fine_tuning(composed))
+    for key, value in named.items():
         where = "of the data chosen here" if key.startswith("data.") else "of this command"
         is_known = OmegaConf.select(composed, key) is not None
         check(is_known, f"{key} is not a setting {where}; --cfg job lists all")
         OmegaConf.update(composed, key, value, merge=True, force_add=True)
     return composed
+
+
+def options_and_settings(
+    overrides: Sequence[str], known: Collection[str]
+) -> tuple[dict[str, str], list[str]]:
+    """Divide overrides into those that choose an option, by the group (one of `known`), and the others.
+
+    Raises InputError if two choose different options of a group.
+    """
+    from train.run.overrides import parsed
+
+    options: dict[str, str] = {}
+    settings = []
+    for override in overrides:
+        key, value = parsed(override)
+        if key not in known or isinstance(value, dict):
+            settings.append(override)
+            continue
+        first = options.setdefault(key, override)
+        check(first == override, f"{first} and {override} choose the same thing; give one of them")
+    return options, settings
+
+
+def compose_base(
+    schema: type, options: Mapping[str, str], values: Mapping[str, Any]
+) -> DictConfig:
+    """Compose the schema's file in conf/ with the chosen options, and those that follow from the other `values`."""
+    from train.run.overrides import compose_options
+
+    # Hydra has no syntax for "no option of this group". It is the default of groups that accept null.
+    chosen = [override for override in options.values() if not override.endswith("=null")]
+    if values.get("model.pretrained") is not None:
+        chosen += options_of_weights(options, groups(CONFIGS[schema]))
+    known = tuple(schemas())
+    base = compose_options(CONFIGS[schema], tuple(chosen), tuple(CONFIGS.items()), known)
+    return copy.deepcopy(base)
+
+
+def update(composed: DictConfig, values: Mapping[str, Any], *, adds: bool = False) -> None:
+    for key, value in values.items():
+        OmegaConf.update(composed, key, value, force_add=adds)
 
 
 def set_value(composed: DictConfig, schema: type, override: str, key: str, value: Any) -> None:

@@ -83,7 +83,13 @@ def memory_note(attempt: Attempt, backend: Backend, model: nn.Module) -> str | N
     shape = shape_of_model(model)
     if shape is None:
         return None
-    needed_gib = state_gib(cfg, shape, world_size=world.size, precision=backend.precision)
+    needed_gib = state_gib(
+        cfg,
+        shape,
+        world_size=world.size,
+        ranks_per_machine=world.local_size,
+        precision=backend.precision,
+    )
     note = f"weights, gradients and moments take {needed_gib:.3g} GiB of memory per rank"
     if backend.monitor_kind == "cpu":
         limit_gib = total_memory_bytes() / GIB

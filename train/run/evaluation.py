@@ -15,12 +15,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from train.config import TrainConfig, check, make_plan, shortlist
+from train.config import RecordsConfig, TrainConfig, check, make_plan, shortlist
 from train.data.batches.buckets import BucketEvalOrder
 from train.data.batches.loader import Batch, Batches, batched
 from train.data.shards.order import EvalOrder
@@ -105,11 +106,18 @@ def write_samples(attempt: Attempt, step: int) -> None:
     """Write some validation examples with the answers of the model exported at `step`. Only rank 0 calls this."""
     folder, most = attempt.folder, attempt.cfg.samples
     with side_channel("could not write samples of the model's answers"):
-        if most:
-            answered = attempt.task.samples(folder.export, most)
-        else:
-            answered = []
+        answered = samples_of(attempt.cfg, attempt.task, folder.export, most) if most else []
         samples.write(folder.folder, samples.Samples(step, answered))
+
+
+def samples_of(cfg: TrainConfig, task: Task, export: Path, most: int) -> list[samples.Sample]:
+    rows = list(task.sampled_rows(most))
+    if not rows:
+        return task.samples(export, most)
+    from train.tasks import predictor  # loads datasets, which tasks without rows do not need
+
+    assert isinstance(cfg.data, RecordsConfig)
+    return predictor.samples_of(rows, export, seq_len=cfg.seq_len, lengths=cfg.data.lengths)
 
 
 @dataclass(frozen=True)

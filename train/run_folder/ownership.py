@@ -17,7 +17,8 @@ This table lists the changes to the run folder, and the check of `Ownership` tha
     stacks                           `check`: train/run/watchdog.py (report)
     checkpoints, and their removal   `check`: train/checkpoints/saver.py, train/run/checkpoint_manager.py
     export/                          `check`, before and after: train/run_folder/exported.py, train/observe/card.py
-    STOP                             nothing: launch/commands.py (stop), launch/supervise.py, while no rank runs
+    STOP                             nothing: launch/commands.py (stop), launch/supervise.py (StopFile); it only asks
+    removal of STOP                  `check`: train/run/attempt.py; nothing: launch, when no attempt runs
     report/                          nothing: train/tools/report.py
 
 Code that writes another file must use `RunFolder.folder`, which is an OwnedFolder, and add the file to this table. A

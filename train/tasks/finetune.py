@@ -16,11 +16,10 @@ import numpy as np
 from datasets import concatenate_datasets
 from torch import Tensor, nn
 
-from train.config import DataParallelConfig, RecordsConfig, TrainConfig
+from train.config import DataParallelConfig, EvaluatedConfig, RecordsConfig, TrainConfig
 from train.data.batches.buckets import Buckets
 from train.data.random_bits import EVAL_STREAM, hash_uniform
 from train.data.records.featurizer import Featurizer
-from train.data.records.located import NO_ROWS
 from train.data.records.table_facts import column, cut_words, padding_share
 from train.data.records.tables import open_tables
 from train.data.records.token_rows import TokenRows
@@ -36,7 +35,6 @@ from train.models.heads import (
 )
 from train.run_folder.samples import Answer, Guess, Sample, excerpt
 from train.storage.folders import Folder, canonical_json
-from train.tasks.predictor import Predictor, trained_task
 from train.tasks.spec import Task
 from train.tasks.state import TaskState, files_beside
 from train.tasks.table import spec_of
@@ -53,9 +51,9 @@ MOST_CHARS_READ = 20_000  # maximum number of characters in all sampled rows, to
 
 
 def json_lines(rows: Iterable[dict[str, Any]]) -> bytes:
-    """Return rows as lines of JSON. Unprintable characters are escaped, since a terminal may show the lines."""
-    lines = [visible_json(json.dumps(row, ensure_ascii=False)) + "\n" for row in rows]
-    return "".join(lines).encode()
+    """Return rows as lines of JSON, in which dates are texts. Unprintable characters are escaped, for terminals."""
+    lines = [visible_json(json.dumps(row, ensure_ascii=False, default=str)) for row in rows]
+    return "".join(f"{line}\n" for line in lines).encode()
 
 
 def mean_loss(statistics: np.ndarray) -> float:
@@ -204,7 +202,7 @@ class TextTask(Task):
             check_labels(self.sizes.model, self.sizes.config, self.outputs)
         self.splits = list(self._splits(cfg))
         self.eval_rows = sum(len(split.features) for split in self.splits)
-        learnt = "validation" if cfg.data.train == NO_ROWS else "train"
+        learnt = "validation" if isinstance(cfg.data, EvaluatedConfig) else "train"
         self.train_table = self.token_rows(self.tables.features(learnt), self.columns)
         every = concatenate_datasets([split.features for split in self.splits])
         self.eval_table = self.token_rows(every, {**self.columns, **self.eval_columns})
@@ -374,15 +372,6 @@ class TextTask(Task):
         model.export(folder, self.files_beside(model))
 
     # ---- samples ---------------------------------------------------------------------------------------------------
-
-    def samples(self, export: Path, most: int) -> list[Sample]:
-        # The model answers as in `baretrain predict`, on the CPU: the run's backend still uses the devices.
-        rows = list(self.sampled_rows(most))
-        if not rows:
-            return []
-        task = trained_task(str(export), self.run_cfg.seq_len)
-        answers = Predictor(task, self.data.lengths).predict(rows, batch_size=8)
-        return [task.sample(row, answer) for row, answer in zip(rows, answers, strict=True)]
 
     def sampled_rows(self, most: int) -> Iterator[Entry]:
         """Yield rows spread over the validation table: at most MOST_CHARS_READ characters."""

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow
 import torch
-from datasets import Dataset, Features, concatenate_datasets
+from datasets import Dataset, Features
 
 from train.config import ModelConfig, TaskConfig, check
 from train.data.batches.buckets import BUCKET_SHIFT
@@ -24,6 +26,7 @@ from train.tasks.texts import Sizes, every_length
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from train.run_folder.samples import Sample
     from train.tasks.finetune import TextTask
 
 # Rows; until tokens are in an Arrow table, they use ten times as much memory.
@@ -122,15 +125,18 @@ class Predictor:
         """Return the features of rows, and the number of tokens cut from each row, [rows]."""
         featurizer = self.task.featurizer
         names = [name for name in spec_of(self.task.cfg).inputs if name in rows[0]]
+        schema = Features(featurizer.types).arrow_schema
         parts, tokens_cut = [], []
         for first in range(0, len(rows), TOKENISED_TOGETHER):
             part = rows[first : first + TOKENISED_TOGETHER]
             texts = {name: [row[name] for row in part] for name in names}
             indices = list(range(first, first + len(part)))
             columns = featurizer.features(texts, indices, split="new")
-            parts.append(Dataset.from_dict(columns, features=Features(featurizer.types)))
+            parts.append(pyarrow.Table.from_pydict(columns, schema=schema))
             tokens_cut.append(featurizer.tokens_cut)
-        return concatenate_datasets(parts), np.concatenate(tokens_cut)
+        # A given fingerprint saves the time to compute one from the content.
+        features = Dataset(pyarrow.concat_tables(parts), fingerprint="new")
+        return features, np.concatenate(tokens_cut)
 
     @torch.inference_mode()
     def statistics(
@@ -163,3 +169,15 @@ def lengths_of(task: TextTask) -> tuple[int, ...]:
     if task.sizes.has_one_length:
         return (seq_len,)
     return every_length(task.shortest, seq_len)
+
+
+def samples_of(
+    rows: list[dict[str, Any]], export: Path, *, seq_len: int | None, lengths: Any
+) -> list[Sample]:
+    """Return the exported model's answers to rows with known answers. `lengths` is data.lengths of its run.
+
+    The model runs on the CPU, since the run's backend still uses the devices.
+    """
+    task = trained_task(str(export), seq_len)
+    answers = Predictor(task, lengths).predict(rows, batch_size=8)
+    return [task.sample(row, answer) for row, answer in zip(rows, answers, strict=True)]

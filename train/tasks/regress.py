@@ -15,12 +15,11 @@ import torch
 from datasets import Dataset, List, Value
 from torch import Tensor
 
-from train.config import RecordsConfig, TrainConfig, check
+from train.config import EvaluatedConfig, RecordsConfig, TrainConfig, check
 from train.config.tasks import RegressConfig
 from train.data.files.errors import BadRow
 from train.data.records.content_checks import PLAIN_NUMBER, is_number
 from train.data.records.kinds import STRING, RowKind
-from train.data.records.located import NO_ROWS
 from train.data.records.table_facts import column
 from train.data.records.token_rows import TokenRows
 from train.models.heads import PaddedEncoder, Scale, default_names, learn_scaled, names_of_head
@@ -127,7 +126,7 @@ class Regression(TextTask):
         )
         name = cfg.data.columns.label
         check(isinstance(name, str), f"data.columns.label={name}: task=regress reads one column")
-        if cfg.data.train == NO_ROWS:
+        if isinstance(cfg.data, EvaluatedConfig):
             # the model's config names the target
             name = names_of_head(self.sizes.config)[0]
         self.use_target(name)

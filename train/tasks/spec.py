@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -197,6 +197,10 @@ class Task(ABC):
     @abstractmethod
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write the model and its tokenizer, for transformers' from_pretrained(folder)."""
+
+    def sampled_rows(self, most: int) -> Iterable[dict[str, Any]]:
+        """Return up to `most` validation rows that `baretrain predict` can answer, for the report. Only for rank 0."""
+        return []
 
     def samples(self, export: Path, most: int) -> list[Sample]:
         """Return up to `most` validation examples with the exported model's answers. Only rank 0 calls this."""

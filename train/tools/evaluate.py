@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from train.config import (
+    EvaluatedConfig,
     Failure,
     RecordsConfig,
     TelemetryConfig,
@@ -26,7 +27,6 @@ from train.config import (
     flatten,
     shortlist,
 )
-from train.data.records.located import NO_ROWS
 from train.machine import rank_setup
 from train.machine.console import say
 from train.machine.launched import launched
@@ -65,7 +65,7 @@ class Model:
     trained: Trained
     output: Path | None
     step: int | None  # training step of the weights; None if unknown
-    # True if the rows were split off the training rows, which must then be read too.
+    # True if the rows were held out of the training rows.
     holds_out: bool
 
 
@@ -102,7 +102,7 @@ def find(options: Namespace) -> tuple[Model, cli.Given]:
 
 def check_labelled(cfg: TrainConfig) -> None:
     """Check the rows of an evaluation, which reads none for training. Raises InputError."""
-    check_data(replace(cfg, data=replace(cfg.data, train=NO_ROWS)))
+    check_data(replace(cfg, data=EvaluatedConfig(**vars(cfg.data))))
 
 
 def step_of(trained: Trained, run: Folder) -> int | None:
@@ -190,8 +190,9 @@ def evaluate(cfg: TrainConfig, model: Model) -> int:
     from train.run.evaluation import evaluate_alone
     from train.run.stopping import StoppedEarly, StopRequest
 
-    if isinstance(cfg.data, RecordsConfig) and not model.holds_out:
-        cfg = replace(cfg, data=replace(cfg.data, train=NO_ROWS))
+    if isinstance(cfg.data, RecordsConfig):
+        data = EvaluatedConfig(**vars(cfg.data), holds_out=model.holds_out)
+        cfg = replace(cfg, data=data)
     try:
         with (
             TemporaryDirectory(prefix="baretrain-evaluate-", ignore_cleanup_errors=True) as folder,

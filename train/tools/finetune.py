@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from train import entry
-from train.config import RecordsConfig, S3Config, TrainConfig, check, flatten, shortlist
+from train.config import RecordsConfig, S3Config, TrainConfig, check, flatten, plural, shortlist
 from train.machine.console import say
 from train.machine.launched import launched
 from train.machine.torchrun import end_torchrun
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from train.data.records.sample import Sample
 
 EPOCHS = 3
-LENGTHS = {"max_steps": "steps", "max_examples": "rows", "max_epochs": "epochs"}
+LENGTHS = {"max_steps": "step", "max_examples": "row", "max_epochs": "epoch"}
 BATCH_SIZES = (32, 16, 8)  # the largest with which a run has FEWEST_STEPS, else the smallest
 FEWEST_STEPS = 100
 EVAL_EVERY_LEAST = 10  # steps between evaluations, of which there is otherwise one for each epoch
@@ -59,6 +59,7 @@ def main(arguments: Sequence[str]) -> int:
             "tweets.csv --model distilbert/distilbert-base-uncased --output runs/tweets",
             "pairs.tsv --model models/minilm --output runs/pairs max_epochs=5 optim.lr=3e-5",
             "tweets.csv --model models/minilm --output runs/tweets --show",
+            "torchrun --standalone --nproc-per-node=8 -m train finetune rows.csv --model org/model --output RUN",
         ),
         keys=USED,
         first=(
@@ -87,7 +88,8 @@ def main(arguments: Sequence[str]) -> int:
     def act(cfg: TrainConfig) -> int:
         options, words = found[0]
         if options.show:
-            say(f"baretrain train {shlex.join(words)}")
+            if launched().rank == 0:
+                say(f"baretrain train {shlex.join(words)}")
             return cli.DONE
         return train(cfg)
 
@@ -152,6 +154,8 @@ def look(options: Namespace) -> Assumed:
         "checkpoint.best": True,
         "best.metric": TASKS[reading.task].metrics[0].name,
     }
+    if {**settings, **texts}.get("task.scheme") == "none":
+        settings["best.metric"] = "accuracy"  # tags without entities have no F1
     if LENGTHS.keys() & texts.keys():
         del settings["max_epochs"]
     if "micro_batch_size" in texts:
@@ -190,7 +194,7 @@ def sentences(sample: Sample, reading: Reading, settings: Mapping[str, Any]) -> 
     if held_out:
         rows = f"rows: {sample.num_rows:,} for training; validation on {held_out}"
     lengths = [
-        f"{settings[key]} {unit}"
+        plural(float(settings[key]), unit)
         for key, unit in LENGTHS.items()
         if settings.get(key) not in (None, "null")
     ]

@@ -1,7 +1,8 @@
 """The command `baretrain predict MODEL`, which prints a model's predictions for new rows.
 
 MODEL is a run, a transformers folder or a Hub id, and must have a head for labels or answers. Each input row becomes
-one output row, in the same order, as JSON lines or CSV. The command runs in one process, on the CPU or a CUDA device.
+one output row, in the same order: on standard output a prediction as JSON, in a file of JSON lines or CSV the columns
+of the input, followed by those of the prediction. The command runs in one process, on the CPU or a CUDA device.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ import io
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tqdm import tqdm
 
-from train.config import InputError, RecordsConfig, TrainConfig, check
+from train.config import InputError, RecordsConfig, TrainConfig, check, plural, shortlist
 from train.machine.console import say
 from train.machine.launched import launched
 from train.run import compose as cli
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 
 ROWS_AT_ONCE = 1_000  # number of rows in memory at the same time
 BATCH_SIZE = 32  # sequences
+ONLY_IN_JSON = ("probabilities", "n_best")  # keys of predictions that are no columns of CSV
 NO_FILE = "(texts given by flags)"  # the value of data.path if no rows are read
 INPUTS = {name: text for spec in TASKS.values() for name, text in spec.inputs.items()}
 USED: tuple[str, ...] = (
@@ -52,21 +55,26 @@ USED: tuple[str, ...] = (
 )
 USED += ("seq_len", "eval_batch_size", "backend.device", "backend.precision", "s3.endpoint")
 Row = dict[str, Any]
+Chunk = list[tuple[Row, Row]]  # what the model reads of each row, and the row itself
 
 
 # ---- input ---------------------------------------------------------------------------------------------------------
 
 
-def texts_of(options: Namespace) -> dict[str, str]:
-    """Return the texts given by flags, by input. Raises InputError if a text is empty or not valid Unicode."""
+def texts_of(options: Namespace) -> list[dict[str, str]]:
+    """Return the rows given by flags. Raises InputError if a text is empty, missing or not valid Unicode."""
     from train.data.files.errors import unreadable
 
     given = {name: getattr(options, name) for name in INPUTS if getattr(options, name) is not None}
-    for name, text in given.items():
-        bad = unreadable(text, "utf-8")
-        check(bad is None, f"{flag(name)}: {bad}")
-        check(name == "text_pair" or bool(text.strip()), f"{flag(name)}: it is empty")
-    return given
+    for name, texts in given.items():
+        for text in texts:
+            bad = unreadable(text, "utf-8")
+            check(bad is None, f"{flag(name)}: {bad}")
+            check(name == "text_pair" or bool(text.strip()), f"{flag(name)}: it is empty")
+    counts = {name: len(texts) for name, texts in given.items()}
+    found = ", ".join(f"{count} {flag(name)}" for name, count in counts.items())
+    check(len(set(counts.values())) < 2, f"{found}: give each as often, one for each row")
+    return [dict(zip(given, texts, strict=True)) for texts in zip(*given.values(), strict=True)]
 
 
 def flag(name: str) -> str:
@@ -74,9 +82,13 @@ def flag(name: str) -> str:
 
 
 def read_rows(
-    cfg: TrainConfig, task: TextTask, trained: Trained, texts: dict[str, str], named: Sequence[str]
-) -> Iterator[Row]:
-    """Return the rows of data.path, or one row with the flags' texts. Raises InputError if the model cannot read them.
+    cfg: TrainConfig,
+    task: TextTask,
+    trained: Trained,
+    texts: Sequence[dict[str, str]],
+    named: Sequence[str],
+) -> Iterator[tuple[Row, Row]]:
+    """Return the rows of data.path, or those of the flags. Raises InputError if the model cannot read them.
 
     `named` has the keys of data.columns that the user typed; the data must have these columns.
     """
@@ -89,21 +101,21 @@ def read_rows(
     spec = spec_of(cfg.task)
     required = [name for name in spec.inputs if name not in spec.optional]
     check(
-        set(required) <= set(texts) <= set(spec.inputs),
+        set(required) <= set(texts[0]) <= set(spec.inputs),
         f"{trained.location} is a model of task={cfg.task.kind}: give {' and '.join(map(flag, required))}, or "
         "data.path=FILE",
     )
     for name in spec.optional:
         was_read = getattr(cfg.data.columns, name) is not None
         check(
-            trained.run is None or (name in texts) == was_read,
+            trained.run is None or (name in texts[0]) == was_read,
             f"{trained.location} was trained {'with' if was_read else 'without'} {name}: "
             f"{'give' if was_read else 'leave out'} {flag(name)}",
         )
-    return iter([{"id": "0", **task.row_of(texts)}])
+    return (({"id": str(number), **task.row_of(row)}, row) for number, row in enumerate(texts))
 
 
-def in_chunks(rows: Iterator[Row]) -> Iterator[list[Row]]:
+def in_chunks(rows: Iterator[tuple[Row, Row]]) -> Iterator[Chunk]:
     while chunk := list(islice(rows, ROWS_AT_ONCE)):
         yield chunk
 
@@ -135,19 +147,72 @@ def written_whole(path: Path | None) -> Iterator[BinaryIO]:
         yield file
 
 
+@dataclass
+class Output:
+    """The rows of a file: the columns of the input, then those of a prediction that the input lacks."""
+
+    path: Path
+    columns: list[str]  # of a CSV file
+    repeated: Collection[str]  # columns that a prediction repeats, where the input has them
+    later: set[str] = field(default_factory=set)  # columns of the input that only later rows have
+
+    @property
+    def is_csv(self) -> bool:
+        return self.path.suffix == ".csv"
+
+    def header(self) -> bytes:
+        if not self.is_csv:
+            return b""
+        return csv_lines([{name: name for name in self.columns}], self.columns)
+
+    def lines(self, chunk: Chunk, answers: Sequence[Row]) -> bytes:
+        from train.tasks.finetune import json_lines
+
+        rows = []
+        known = set(self.columns)
+        for (_, values), answer in zip(chunk, answers, strict=True):
+            self.later |= values.keys() - known
+            again = values.keys() & set(self.repeated)
+            new = {name: value for name, value in answer.items() if name not in again}
+            rows.append({**values, **new})
+        if not self.is_csv:
+            return json_lines(rows)
+        return csv_lines(rows, self.columns)
+
+
+def open_output(path: Path, first: Chunk, task: TextTask) -> Output:
+    """Return the form of a file for rows like the `first` ones.
+
+    Raises InputError if the input has a column of a prediction's name, other than those that a prediction repeats.
+    """
+    kind = task.featurizer.kind
+    columns = list(dict.fromkeys(name for _, values in first for name in values))
+    repeated = ("id", *kind.columns)
+    own = [*task.csv_columns, "tokens_cut"]
+    for name in (*own, *ONLY_IN_JSON):
+        check(
+            name in repeated or name not in columns,
+            f"data.path has a column {name}, and so have predictions: rename it, or leave it out",
+        )
+    if not any(kind.target in example for example, _ in first):
+        own = [name for name in own if name != kind.target]
+    own = [name for name in own if name not in columns]
+    return Output(path, [*columns, *own], repeated)
+
+
 def csv_lines(lines: Iterable[Row], columns: Sequence[str]) -> bytes:
-    """Return rows as CSV. An object becomes one column per key, such as probability_good, and a list becomes JSON."""
+    """Return rows as CSV. An object that is no column becomes one per key, as probability_good; others are JSON."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns, extrasaction="ignore")
     for line in lines:
         cells = {}
         for key, value in line.items():
             cells[key] = value
-            if isinstance(value, list):
-                cells[key] = json.dumps(value, ensure_ascii=False)
-            elif isinstance(value, dict):
+            if isinstance(value, dict) and key not in columns:
                 prefix = {"probabilities": "probability"}.get(key, key)
                 cells |= {f"{prefix}_{name}": number for name, number in value.items()}
+            elif isinstance(value, list | dict):
+                cells[key] = json.dumps(value, ensure_ascii=False, default=str)
         writer.writerow(cells)
     return text.getvalue().encode()
 
@@ -161,17 +226,22 @@ def main(arguments: Sequence[str]) -> int:
         TrainConfig,
         "Label or rate texts, or answer questions, with a model from a run, a transformers folder or the Hub.",
         examples=(
-            'RUN --text "so good"',
-            "RUN data.path=new.csv --output answers.jsonl",
+            'RUN --text "so good" --text "so bad"',
+            "RUN data.path=new.csv --output answers.csv",
             'RUN --question "Who?" --context "Ann."',
         ),
         keys=USED,
         first=("model", "run_dir of a run, a transformers folder, or a Hub id"),
     )
     for name, text in INPUTS.items():
-        parser.add_argument(flag(name), metavar="TEXT", help=text)
+        parser.add_argument(
+            flag(name), metavar="TEXT", action="append", help=f"{text}, once a row"
+        )
     parser.add_argument(
-        "--output", metavar="FILE", help="a .jsonl or .csv file (default: JSON lines to stdout)"
+        "--output",
+        metavar="FILE",
+        help="a .csv or .jsonl file, which gets the columns of the input and those of the predictions (default: "
+        "predictions alone, as JSON lines on standard output)",
     )
     found: list[tuple[Namespace, Trained, Path | None]] = []
 
@@ -234,27 +304,45 @@ def predict(cfg: TrainConfig, options: Namespace, trained: Trained, output: Path
     first = next(chunks, None)  # Report wrong columns before the weights are loaded.
     if first is None:
         raise InputError(f"{cfg.data.path} has no rows")
+    form = None
+    if output is not None:
+        form = open_output(output, first, task)
     backend = DDP(cfg.backend)
     predictor = Predictor(task, cfg.data.lengths, device=backend.device, autocast=backend.autocast)
     backend.place(predictor.model)
-    columns = [*task.csv_columns, "tokens_cut"]
-    is_csv = output is not None and output.suffix == ".csv"
     num_rows = num_cut = 0
     with (
         tqdm(unit=" sequences", unit_scale=True, disable=None) as bar,
         written_whole(output) as file,
     ):
-        if is_csv:
-            file.write(csv_lines([{name: name for name in columns}], columns))
+        if form is not None:
+            file.write(form.header())
         for chunk in chain([first], chunks):
-            lines = predictor.predict(
-                chunk, batch_size=cfg.eval_batch_size or BATCH_SIZE, on_batch=bar.update
+            answers = predictor.predict(
+                [example for example, _ in chunk],
+                batch_size=cfg.eval_batch_size or BATCH_SIZE,
+                on_batch=bar.update,
             )
-            file.write(csv_lines(lines, columns) if is_csv else json_lines(lines))
-            num_rows += len(lines)
-            num_cut += sum("tokens_cut" in line for line in lines)
+            if form is None:
+                file.write(json_lines(answers))
+            else:
+                file.write(form.lines(chunk, answers))
+            num_rows += len(answers)
+            num_cut += sum("tokens_cut" in answer for answer in answers)
     warn(task, trained, num_rows, num_cut)
+    if form is not None:
+        say_written(form, num_rows)
     return cli.DONE
+
+
+def say_written(form: Output, num_rows: int) -> None:
+    if form.later and form.is_csv:
+        say(
+            f"warning: {form.path} lacks {shortlist(sorted(form.later))}, which only rows after the first "
+            f"{ROWS_AT_ONCE:,} have; a .jsonl file would have it",
+            file=sys.stderr,
+        )
+    say(f"predictions: {form.path} ({plural(num_rows, 'row')})")
 
 
 def warn(task: TextTask, trained: Trained, num_rows: int, num_cut: int) -> None:

@@ -68,9 +68,8 @@ class BucketSampler(ShardSampler):
     ) -> None:
         super().__init__([len(bucket_of)], rank=rank, **place)
         self.bucket_of, self.rank, self.together = bucket_of, rank, together
-        self.slots = np.arange(
-            self.global_batch_size
-        )  # a step is sorted before the ranks share it
+        # a step is sorted before the ranks share it
+        self.indices = np.arange(self.global_batch_size)
 
     def micro_batches(self, size: int) -> Iterator[np.ndarray]:
         batches = super().micro_batches(size)

@@ -77,18 +77,25 @@ class Swapper:
         is_whole = (pivot > 2) & (pivot < seq_len - 1)  # neither segment is empty
         has_order = same_document.astype(bool) & is_whole
         swaps = has_order & (hash_uniform(self.seed, epochs, rows, 0, ORDER) < 0.5)
-        swapped_pivot = seq_len + 1 - pivot
-        index = np.arange(seq_len)
-        is_first = index[None] < swapped_pivot[:, None]  # True in [CLS] B [SEP]
-        source = index + np.where(is_first, pivot[:, None] - 1, 1 - swapped_pivot[:, None])
-        source[:, 0] = 0
-        source[:, -1] = seq_len - 1
-        separator = swapped_pivot - 1
-        source[swaps, separator[swaps]] = pivot[swaps] - 1
-        source = np.where(swaps[:, None], source, index)
+        source = np.where(swaps[:, None], swapped(pivot, seq_len), np.arange(seq_len))
         labels = np.where(has_order, swaps, IGNORE_INDEX).astype(np.int64)
-        pivots = np.where(swaps, swapped_pivot, pivot)
+        pivots = np.where(swaps, seq_len + 1 - pivot, pivot)
         return np.take_along_axis(tokens, source, 1), pivots, labels
+
+
+def swapped(pivot: np.ndarray, seq_len: int) -> np.ndarray:
+    """Return [B, S]: the indices in `[CLS] A [SEP] B [SEP]` that make it `[CLS] B [SEP] A [SEP]`.
+
+    `pivot` [B]: the index of B's first token.
+    """
+    index = np.arange(seq_len)[None]
+    begin_of_b = pivot[:, None]
+    begin_of_a = seq_len + 1 - begin_of_b  # after the swap; before it, A begins at 1
+    source = np.where(index < begin_of_a, begin_of_b + index - 1, 1 + index - begin_of_a)
+    source = np.where(index == begin_of_a - 1, begin_of_b - 1, source)  # the [SEP] after A
+    source[:, 0] = 0
+    source[:, -1] = seq_len - 1
+    return source
 
 
 class MaskedRows:

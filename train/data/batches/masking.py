@@ -56,25 +56,25 @@ class Masker:
     def __call__(self, tokens: np.ndarray, epochs: np.ndarray, rows: np.ndarray) -> Masked:
         """Mask `tokens` [B, S], the sequences `rows` [B] as seen in `epochs` [B]."""
         tokens = tokens.astype(np.int64)  # signed, because labels may be IGNORE_INDEX
-        batch_size, seq_len = tokens.shape
-        line = np.arange(batch_size)[:, None]
+        seq_len = tokens.shape[1]
         bits = hash_bits(self.seed, epochs[:, None], rows[:, None], np.arange(seq_len))
         candidate = ~self.special[tokens]
         unit = self._units(tokens, candidate)
         order = self._order(unit, candidate, bits)
         budget = self._budget(candidate)
         chosen = order[:, : self.max_predictions]
-        used = (np.arange(chosen.shape[1]) < budget) & candidate[line, chosen]
+        used = (np.arange(chosen.shape[1]) < budget) & at(candidate, chosen)
         if self.words is not None:
             chosen, used = whole_words(order, chosen, used, budget, unit, candidate, bits)
+        # unused slots come last
         positions = np.sort(np.where(used, chosen, seq_len), axis=1)
         used = positions < seq_len
         positions = np.where(used, positions, 0)
-        labels = np.where(used, tokens[line, positions], IGNORE_INDEX)
-        hidden = self._hidden(labels, bits[line, positions])
+        labels = np.where(used, at(tokens, positions), IGNORE_INDEX)
+        hidden = self._hidden(labels, at(bits, positions))
         input_ids = tokens.copy()
-        lines, slots = np.nonzero(used)
-        input_ids[lines, positions[lines, slots]] = hidden[lines, slots]
+        rows_of_used = np.nonzero(used)[0]
+        input_ids[rows_of_used, positions[used]] = hidden[used]
         return Masked(input_ids, positions, labels)
 
     def _order(self, unit: np.ndarray, candidate: np.ndarray, bits: np.ndarray) -> np.ndarray:
@@ -82,9 +82,8 @@ class Masker:
 
         All positions of a run have the priority of one of them.
         """
-        line = np.arange(len(unit))[:, None]
-        run = self._runs(hash_bits(LENGTHS, state=bits))[line, unit]
-        priority = hash_bits(PRIORITY, state=bits)[line, run]
+        run = at(self._runs(hash_bits(LENGTHS, state=bits)), unit)
+        priority = at(hash_bits(PRIORITY, state=bits), run)
         return first_in_order(priority, candidate, self.max_predictions + 1)
 
     def _budget(self, candidate: np.ndarray) -> np.ndarray:
@@ -114,9 +113,11 @@ class Masker:
         lengths = np.ones(bits.shape, np.int64)
         for share in np.cumsum(weights / weights.sum())[:-1]:
             lengths += bits >= np.uint64(share * 2.0**64)
-        ends = np.cumsum(lengths, axis=1)
-        first_of_run = np.zeros((len(bits), bits.shape[1] + 1), np.int64)
-        first_of_run[np.arange(len(bits))[:, None], ends.clip(max=bits.shape[1])] = 1
+        # 1 in the first unit of each run but run 0; those beyond the last unit share one more column
+        num_units = bits.shape[1]
+        first_of_run = np.zeros((len(bits), num_units + 1), np.int64)
+        next_run = np.cumsum(lengths, axis=1).clip(max=num_units)
+        np.put_along_axis(first_of_run, next_run, 1, axis=1)
         return np.cumsum(first_of_run[:, :-1], axis=1)
 
 
@@ -134,19 +135,23 @@ def whole_words(
     The budget may end inside a word, which is then left out. If nothing else is hidden, because the word is longer than
     the budget, a part of it is hidden, at a random place in the word.
     """
-    seq_len = unit.shape[1]
-    line = np.arange(len(unit))[:, None]
+    # positions: the first to hide, the last within the budget, and the one after it
     first = order[:, :1]
-    last = order[line, budget - 1]
-    following = order[line, budget.clip(max=seq_len - 1)]
-    is_cut = (unit[line, last] == unit[line, following]) & (last != following)
-    is_cut &= candidate[line, following]
-    is_alone = is_cut & (unit[line, first] == unit[line, last])
-    used = used & (~is_cut | is_alone | (unit[line, chosen] != unit[line, last]))
-    length = ((unit == unit[line, first]) & candidate).sum(1, keepdims=True)
-    place = hash_uniform(PLACE, state=bits[line, first])
-    moved = np.where(is_alone, place * (length - budget + 1), 0).astype(np.int64)
+    last = at(order, budget - 1)
+    following = at(order, budget.clip(max=unit.shape[1] - 1))
+    last_word = at(unit, last)
+    is_cut = (last_word == at(unit, following)) & (last != following) & at(candidate, following)
+    is_alone = is_cut & (at(unit, first) == last_word)
+    used = used & (~is_cut | is_alone | (at(unit, chosen) != last_word))
+    length = ((unit == at(unit, first)) & candidate).sum(1, keepdims=True)
+    drawn = hash_uniform(PLACE, state=at(bits, first))
+    moved = np.where(is_alone, drawn * (length - budget + 1), 0).astype(np.int64)
     return chosen + moved, used
+
+
+def at(values: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Return `values` [B, S] in the given columns [B, n] of each row."""
+    return np.take_along_axis(values, columns, axis=1)
 
 
 def first_in_order(priority: np.ndarray, candidate: np.ndarray, count: int) -> np.ndarray:

@@ -77,17 +77,25 @@ class HubSource:
 
     def tables(self, wanted: Collection[str], scratch: Path) -> dict[str, list[Table]]:
         names = split_names(self.cfg)
-        splits = {split: self.load(name or split, scratch) for split, name in names.items()}
+        with self.naming():
+            builder = self.prepared(scratch)
+            splits = {
+                split: builder.as_dataset(split=name or split) for split, name in names.items()
+            }
         return named_tables(splits, self.cfg, wanted)
 
-    def load(self, split: str, scratch: Path) -> datasets.Dataset:
+    def splits(self, scratch: Path) -> list[str]:
+        """Return the names of all splits."""
+        with self.naming():
+            return list(self.prepared(scratch).info.splits)
+
+    def prepared(self, scratch: Path) -> Any:
         where = {"path": self.cfg.path}
         if self.is_folder:
             where = {"path": str(local_path(self.cfg.path)), "cache_dir": str(scratch / "hub")}
-        with self.naming():
-            builder = open_builder(**where, name=self.cfg.name, revision=self.cfg.revision)
-            builder.download_and_prepare()
-            return builder.as_dataset(split=split)
+        builder = open_builder(**where, name=self.cfg.name, revision=self.cfg.revision)
+        builder.download_and_prepare()
+        return builder
 
     @contextmanager
     def naming(self) -> Iterator[None]:

@@ -97,8 +97,8 @@ def new_examples(
     kind: RowKind,
     labels: LabelNames,
     named: Collection[str],
-) -> Iterator[dict[str, Any]]:
-    """Yield each row with the columns of `kind`. An unknown label is None.
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield each row with the columns of `kind`, and with those of the data. An unknown label is None.
 
     The data may lack the target unless its key is in `named`. Raises InputError if another column is missing, or if a
     row is bad.
@@ -113,7 +113,7 @@ def new_examples(
                 example |= known_target(row, example, kind, labels)
         except BadRow as bad:
             raise InputError(f"{where}: {bad}") from None
-        yield example
+        yield example, row.values
     said = lines_in_rows(labels.facts)
     if said is not None:
         logger.warning(said)

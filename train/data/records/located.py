@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from train.config import InputError, RecordsConfig, S3Config, check, shortlist
+from train.config import EvaluatedConfig, InputError, RecordsConfig, S3Config, check, shortlist
 from train.config.data import SUFFIXES, is_named
 from train.data.files.errors import naming
 from train.data.files.find import check_links, is_match, matching, walk
@@ -22,7 +22,6 @@ SPLITS_FILE = "dataset_dict.json"
 STATE_FILE = "state.json"
 # names of files that save_to_disk of `datasets` writes
 MARKS = {SPLITS_FILE, STATE_FILE, "dataset_info.json"}
-NO_ROWS = ""  # the value of data.train in a run without training, which reads no training rows
 MAX_LISTED = 5  # maximum files named in an error
 
 
@@ -43,8 +42,10 @@ class S3File:
         return head
 
     def copy(self, scratch: Path) -> Path:
-        """Copy the file into the folder of its location's copies, and return its path."""
+        """Copy the file, once, into the folder of its location's copies, and return its path."""
         path = scratch / "s3" / sha256_json(self.location)[:16] / self.name
+        if path.exists():
+            return path
         self.head()  # raises InputError if it does not exist
         with naming(f"{path} cannot be written", (OSError,)):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -148,8 +149,9 @@ def only_one(location: str, key: str, names: Collection[str]) -> str:
 def split_names(cfg: RecordsConfig) -> dict[str, str | None]:
     """Return each split's file, glob or name in the settings; None: the only file, or the split of the same name."""
     names: dict[str, str | None] = {}
-    if cfg.train != NO_ROWS:
+    reads_train = not isinstance(cfg, EvaluatedConfig) or cfg.holds_out
+    if reads_train:
         names["train"] = cfg.train
-    if cfg.train == NO_ROWS or cfg.validation is not None:
+    if cfg.validation is not None or not reads_train:
         names["validation"] = cfg.validation
     return {**names, **cfg.more_validation}

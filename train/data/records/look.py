@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from train.config import InputError, check, shortlist
+from train.config import InputError, check, plural, shortlist
 from train.data.records.content_checks import BITS, NUMBER, PLAIN_NUMBER, TRUTHS, WHOLE, items_of
 from train.data.records.row import plain_label
 
@@ -208,7 +208,7 @@ def seen_in(labels: Sequence[Column], task: str) -> str:
     if UNLABELLED in details_of(labels[0], task).get("data.label_map", {}):
         names.remove(UNLABELLED)
     if task == "classify":
-        return f"{len(names)} classes ({shortlist(names)})"
+        return f"{plural(len(names), 'class', 'classes')} ({shortlist(names)})"
     if task == "regress" and all(map(PLAIN_NUMBER.fullmatch, names)):
         numbers = [float(name) for name in names]
         return f"numbers from {min(numbers):g} to {max(numbers):g}"

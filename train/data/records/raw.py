@@ -16,7 +16,7 @@ import datasets
 import numpy as np
 import pyarrow
 
-from train.config import RecordsConfig, S3Config, check, shortlist
+from train.config import EvaluatedConfig, RecordsConfig, S3Config, check, shortlist
 from train.data.random_bits import draw_rows, text_uniform
 from train.data.records.content_checks import (
     LABEL_CHECKS,
@@ -30,7 +30,7 @@ from train.data.records.kinds import STRING, RowKind
 from train.data.records.labels import LabelNames
 from train.data.records.located import MAX_LISTED
 from train.data.records.row import names_in
-from train.data.records.sources import layout, of_new_rows, open_source
+from train.data.records.sources import layout, of_new_rows, open_source, readable_columns
 from train.machine import progress
 from train.machine.progress import Phase
 from train.storage.folders import disk_errors, scratch_folder
@@ -69,6 +69,9 @@ def read_raw(cfg: RecordsConfig, kind: RowKind, s3: S3Config, *, seed: int, fold
             raw.dropped["validation"] = Dropped("validation", 0)
     for split in raw.splits:
         check_size(raw, split, cfg, tables.get(split, []))
+    if isinstance(cfg, EvaluatedConfig) and cfg.holds_out:
+        del raw.splits["train"]
+        raw.dropped["validation"] = raw.dropped.pop("train")
     draw_samples(raw, cfg, seed)
     return raw
 
@@ -208,16 +211,18 @@ def read_texts(
     *,
     labels: Sequence[str] = (),
     named: Collection[str] = (),
-) -> Iterator[dict[str, Any]]:
-    """Yield new examples from a file or a saved data set, in order, read like the training data.
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield new examples from a file or a saved data set, in order, read like the training data, and their rows.
 
     The columns are as in `Raw`, but a label is a name: one of `labels`, if they are given, or None if it is unknown.
-    The target is missing if the data lacks it. Raises InputError if a row cannot be read (the message names it), or if
-    the data lacks the column for a key in `named`.
+    The target is missing if the data lacks it. A row has all columns whose types can be read. Raises InputError if a
+    row cannot be read (the message names it), or if the data lacks the column for a key in `named`.
     """
     new = of_new_rows(cfg, path)
     check(layout(new, s3) != "hub", f"{path}: there is no such file or folder")
     names = LabelNames(new, kind, known=labels)
     with scratch_folder() as scratch:
-        tables = open_source(new, s3).tables(kind.wanted(new.columns), scratch)["train"]
+        source = open_source(new, s3)
+        wanted = [*kind.wanted(new.columns), *readable_columns(source, scratch)]
+        tables = source.tables(wanted, scratch)["train"]
         yield from new_examples(tables, new, kind, names, named)

@@ -17,10 +17,10 @@ BOOLEANS = {"True": "true", "TRUE": "true", "False": "false", "FALSE": "false"}
 Columns = dict[str, str | tuple[str, ...]]  # the data's column or columns by key of data.columns
 
 
-def names_in(columns: str | tuple[str, ...]) -> tuple[str, ...]:
-    if isinstance(columns, tuple):
-        return columns
-    return (columns,)
+def names_in(columns: str | Sequence[str]) -> tuple[str, ...]:
+    if isinstance(columns, str):
+        return (columns,)
+    return tuple(columns)
 
 
 def holds(columns: Container[str], name: str) -> bool:

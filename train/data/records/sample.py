@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from train.config import InputError, RecordsConfig, S3Config, check
+from train.config import RecordsConfig, S3Config, check
 from train.config.data import is_named
 from train.data.files.errors import BadRow
 from train.data.files.text import start_of
-from train.data.records.formats import Table, format_of
+from train.data.records.formats import format_of
 from train.data.records.located import local_copy
 from train.data.records.look import Column, columns_of
-from train.data.records.sources import FileSource, Source, layout, open_source
+from train.data.records.sources import FileSource, layout, open_source, readable_columns
 from train.storage.folders import is_s3, local_path, open_folder, scratch_folder
 
 ROWS_LOOKED_AT = 2_000
@@ -42,14 +41,14 @@ def sample_of(cfg: RecordsConfig, s3: S3Config, typed: Mapping[str, Any]) -> Sam
     Raises InputError if the data cannot be read.
     """
     found: dict[str, Any] = {}
-    if not typed.keys() & {"data.train", "data.validation"}:
-        found = splits_among(names_in_folder(cfg, s3))
     with scratch_folder() as scratch:
+        if not typed.keys() & {"data.train", "data.validation"}:
+            found = splits_among(names_in(cfg, s3, scratch))
         source = open_source(replace(cfg, **found), s3)
         if isinstance(source, FileSource):
             found |= form_of(source, typed, s3, scratch)
             source = FileSource(replace(cfg, **found), s3)
-        table = open_all(source, scratch)
+        table = source.tables(readable_columns(source, scratch), scratch)["train"][0]
         values = (row for _, row in table.rows())
         first = list(islice(values, ROWS_LOOKED_AT))
         num_rows = len(first) + sum(1 for _ in values)
@@ -60,25 +59,13 @@ def sample_of(cfg: RecordsConfig, s3: S3Config, typed: Mapping[str, Any]) -> Sam
     return Sample(columns_of(rows), num_rows, settings, table.keys is not None)
 
 
-def open_all(source: Source, scratch: Path) -> Table:
-    """Open the table of the training data with all columns whose types can be read."""
-    table = source.tables((), scratch)["train"][0]
-    if table.columns is None:  # formats of text read all columns
-        return table
-    with suppress(InputError):
-        return source.tables(table.columns, scratch)["train"][0]
-    names = []
-    for name in table.columns:
-        with suppress(InputError):
-            source.tables([name], scratch)
-            names.append(name)
-    return source.tables(names, scratch)["train"][0]
+def names_in(cfg: RecordsConfig, s3: S3Config, scratch: Path) -> list[str]:
+    """Return the names of the files of rows in a folder, or of the splits of a data set that is saved or on the Hub."""
+    if layout(cfg, s3) == "hub":
+        from train.data.records.data_sets import HubSource  # imports `datasets`
 
-
-def names_in_folder(cfg: RecordsConfig, s3: S3Config) -> list[str]:
-    """Return the names of the files of rows in a folder, or of the splits of a saved data set."""
-    is_file = is_named(cfg.path) or not (is_s3(cfg.path) or local_path(cfg.path).is_dir())
-    if is_file or layout(cfg, s3) == "hub":
+        return HubSource(cfg, s3).splits(scratch)
+    if is_named(cfg.path) or not (is_s3(cfg.path) or local_path(cfg.path).is_dir()):
         return []
     names = open_folder(cfg.path, s3).names_here()
     if layout(cfg, s3) == "files":

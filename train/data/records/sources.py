@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from train.config import RecordsConfig, S3Config, check, shortlist
+from train.config import InputError, RecordsConfig, S3Config, check, shortlist
 from train.config.data import FILE_FORMATS, is_named
 from train.data.records.formats import Table, file_table
 from train.data.records.located import (
@@ -83,6 +84,20 @@ def settings_of(cfg: RecordsConfig) -> dict[str, Any]:
     if not is_s3(where):
         where = str(local_path(where).absolute())
     return {"path": where, **used}
+
+
+def readable_columns(source: Source, scratch: Path) -> list[str]:
+    """Return the columns of the training data whose types can be read; [] if the format is text, which has no types."""
+    names = source.tables((), scratch)["train"][0].columns or []
+    with suppress(InputError):
+        source.tables(names, scratch)
+        return names
+    found = []
+    for name in names:
+        with suppress(InputError):
+            source.tables([name], scratch)
+            found.append(name)
+    return found
 
 
 class FileSource:

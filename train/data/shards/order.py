@@ -1,16 +1,16 @@
 """The order of sequences per rank and step, a pure function of (seed, epoch, rows of each shard, lanes, window).
 
-The shards are put in a random order, which depends on the seed, and cut into lanes of equal size. Every global batch
-has the same number of sequences from each lane, and a rank reads a contiguous part of the batch. Its sequences
-therefore come from few lanes, the same ones in every epoch, and a machine fetches only the shards of its ranks' lanes.
-The number of lanes depends on the data and the global batch, not on the ranks, so that any number of ranks and machines
-sees the same batches.
+Lanes are a fixed partition of the training data: the shards are put in a random order, which depends on the seed, and
+cut into parts with equal numbers of sequences. Every global batch has the same number of sequences from each lane, and
+a rank reads a contiguous part of the batch. Its sequences therefore come from few lanes, the same ones in every epoch,
+and a machine fetches only the shards of its ranks' lanes. The number of lanes depends on the data and the global batch,
+not on the ranks, so that any number of ranks and machines sees the same batches.
 
-Within a lane, each epoch shuffles the shards, cuts them into windows, and shuffles the sequences of each window by a
-computed permutation, which needs no table. The data state is therefore three numbers: consumed sequences, lanes, and
-shards per window. A run chooses the last two at its start, and its checkpoints store all three. A resumed run computes
-its place from them, and continues exactly with any world size that divides the global batch. Sequences that do not fill
-a batch are left out, different ones in each epoch.
+Within a lane, each epoch shuffles the shards, cuts them into windows (blocks of shards), and shuffles the sequences of
+each window by a computed permutation, which needs no table. The data state is therefore three numbers: consumed
+sequences, lanes, and shards per window. A run chooses the last two at its start, and its checkpoints store all three. A
+resumed run computes its position from them, and continues exactly with any world size that divides the global batch.
+Sequences that do not fill a batch are left out, different ones in each epoch.
 
 The canonical nodes of MosaicML Streaming (https://docs.mosaicml.com/projects/streaming) serve the same purpose.
 """
@@ -25,7 +25,7 @@ import numpy as np
 from train.data.random_bits import EVAL_STREAM, draw_rows, hash_bits
 
 PADDING = -1  # an item that fills up the last evaluation batch and is not counted
-ROWS_AT_ONCE = 4096  # rows whose places in the order are computed together
+ROWS_AT_ONCE = 4096  # sequences of the order that are computed together
 MAX_LANES = 64  # a machine's first batch may need a shard of each lane: 4 GB if shards have 64 MiB, the default
 WINDOW_SHARDS = 256  # shards shuffled together over all lanes (16 GiB); the first step of a resume may need all
 # a warning appears if all machines together fetch more than this multiple of the data
@@ -100,9 +100,9 @@ class Lanes:
         self.starts = np.arange(number + 1) * self.num_rows // number
         cuts = np.unique(np.concatenate([[0], ends, self.starts]))
         self.piece_rows = np.diff(cuts)
-        place = np.searchsorted(ends, cuts[:-1], side="right")
-        self.piece_shards = shards[place]
-        in_shard = cuts[:-1] - (ends - counts[shards])[place]
+        nth = np.searchsorted(ends, cuts[:-1], side="right")
+        self.piece_shards = shards[nth]
+        in_shard = cuts[:-1] - (ends - counts[shards])[nth]
         self.piece_firsts = (np.cumsum(counts) - counts)[self.piece_shards] + in_shard
         self.piece_lanes = np.searchsorted(self.starts, cuts[:-1], side="right") - 1
 
@@ -121,7 +121,7 @@ class EpochOrder:
         self.pieces = np.lexsort((bits, lanes.piece_lanes))
         rows = lanes.piece_rows[self.pieces]
         lane = lanes.piece_lanes[self.pieces]
-        # Ends and starts are "places": indices into the rows of all lanes.
+        # Ends and starts are indices into the rows of all lanes, one lane after another.
         self.piece_ends = np.cumsum(rows)
         self.piece_starts = self.piece_ends - rows
         sizes: list[int] = []
@@ -134,25 +134,27 @@ class EpochOrder:
         self.window_lanes = lane[first_pieces[:-1]]
         self.window_keys = hash_bits(lanes.seed, ROW_STREAM, epoch, np.arange(len(sizes)))
 
-    def rows(self, first_step: int, last_step: int, slots: np.ndarray) -> np.ndarray:
-        """Return [steps, slots] int64: the sequences in these slots of the batches [first_step, last_step)."""
-        lane, number = np.divmod(slots, self.each)
+    def rows(self, first_step: int, last_step: int, indices: np.ndarray) -> np.ndarray:
+        """Return [steps, n] int64: the sequences with these `indices` [n] in the batches [first_step, last_step)."""
+        lane, number = np.divmod(indices, self.each)
         steps = np.arange(first_step, last_step)[:, None]
-        places = self.lanes.starts[lane] + number + steps * self.each
-        place = places.ravel()
-        window = np.searchsorted(self.window_starts, place, side="right") - 1
+        # as if nothing were shuffled
+        unshuffled = self.lanes.starts[lane] + number + steps * self.each
+        shape = unshuffled.shape
+        unshuffled = unshuffled.ravel()
+        window = np.searchsorted(self.window_starts, unshuffled, side="right") - 1
         starts = self.window_starts[window]
         sizes = (self.window_ends[window] - starts).astype(np.uint64)
-        positions = (place - starts).astype(np.uint64)
+        positions = (unshuffled - starts).astype(np.uint64)
         moved = permuted(positions, sizes, self.window_keys[window])
         shuffled = moved.astype(np.int64) + starts
         piece = np.searchsorted(self.piece_ends, shuffled, side="right")
         first_rows = self.lanes.piece_firsts[self.pieces[piece]]
-        return (first_rows + shuffled - self.piece_starts[piece]).reshape(places.shape)
+        return (first_rows + shuffled - self.piece_starts[piece]).reshape(shape)
 
     def shards_from(self, step: int, lanes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Return the shards of the windows that `step` reads in these lanes, and of later windows (in order of use)."""
-        # Places within the lane.
+        # indices into the rows of the window's own lane
         lane_starts = self.lanes.starts[self.window_lanes]
         begins = self.window_starts - lane_starts
         ends = self.window_ends - lane_starts
@@ -168,8 +170,8 @@ class EpochOrder:
 class ShardSampler:
     """The sequences that one rank reads, in the order that this module defines.
 
-    `consumed_rows` counts the sequences that all ranks have consumed since the run began. The training loop sets it
-    after optimizer steps; rows that loaders have prefetched do not change it.
+    `consumed_rows` counts the sequences that all ranks have consumed since the run began, as of this attempt's start. A
+    rank never changes it; the prefetching process sets it in its own copy after each step.
     """
 
     def __init__(
@@ -202,19 +204,19 @@ class ShardSampler:
         num_lanes = lanes or lanes_of(global_batch_size, len(self.shard_rows))
         self.lanes = Lanes(self.shard_rows, num_lanes, seed=seed)
         self.window_shards = window_shards or window_of_lane(WINDOW_SHARDS, self.lanes.number)
-        self.slots = self.slots_of(rank)
+        self.indices = self.indices_of(rank)
         self.machine_ranks = [rank] if machine_ranks is None else machine_ranks
         self.lanes_here = self.lanes_of(self.machine_ranks)
 
-    def slots_of(self, rank: int) -> np.ndarray:
-        """Return the slots of a rank in each global batch, [global batch / world size]."""
+    def indices_of(self, rank: int) -> np.ndarray:
+        """Return the indices of a rank's sequences in each global batch, [global batch / world size]."""
         share = self.global_batch_size // self.world_size
         return np.arange(rank * share, (rank + 1) * share)
 
     def lanes_of(self, ranks: Sequence[int]) -> list[int]:
         """Return the lanes that these ranks read, ascending."""
-        slots = np.concatenate([self.slots_of(rank) for rank in ranks])
-        return np.unique(slots // (self.global_batch_size // self.lanes.number)).tolist()
+        indices = np.concatenate([self.indices_of(rank) for rank in ranks])
+        return np.unique(indices // (self.global_batch_size // self.lanes.number)).tolist()
 
     def fetched_more(self, machines: Sequence[Sequence[int]]) -> str | None:
         """Return a warning if machines with these ranks together fetch much of the data more than once; else None."""
@@ -251,18 +253,18 @@ class ShardSampler:
     def micro_batches(self, size: int) -> Iterator[np.ndarray]:
         """Yield this rank's micro batches forever, starting after `consumed_rows`: [size] items, epoch * rows + row."""
         epoch, start = self.position
-        together = max(1, ROWS_AT_ONCE // len(self.slots))
+        together = max(1, ROWS_AT_ONCE // len(self.indices))
         while True:
             order = self.epoch_order(epoch)
             for first in range(start, self.steps, together):
                 last = min(first + together, self.steps)
-                rows = order.rows(first, last, self.slots) + epoch * self.rows
+                rows = order.rows(first, last, self.indices) + epoch * self.rows
                 yield from self.cut(rows, size)
             epoch += 1
             start = 0
 
     def cut(self, steps: np.ndarray, size: int) -> np.ndarray:
-        """Return this rank's micro batches [batches, size] of `steps` [steps, slots]."""
+        """Return this rank's micro batches [batches, size] of `steps` [steps, sequences]."""
         return steps.reshape(-1, size)
 
     def upcoming_shards(self) -> tuple[np.ndarray, np.ndarray]:
@@ -282,9 +284,9 @@ class ShardSampler:
 
         All ranks draw their first rows at the same time.
         """
-        slots = np.stack([self.slots_of(rank) for rank in self.machine_ranks], axis=1).ravel()
-        last = min(step + max(1, ROWS_AT_ONCE // len(slots)), self.steps)
-        rows = order.rows(step, last, slots).ravel()
+        indices = np.stack([self.indices_of(rank) for rank in self.machine_ranks], axis=1).ravel()
+        last = min(step + max(1, ROWS_AT_ONCE // len(indices)), self.steps)
+        rows = order.rows(step, last, indices).ravel()
         needed = np.searchsorted(np.cumsum(self.shard_rows), rows, side="right")
         both = np.concatenate([needed[np.isin(needed, shards)], shards])
         distinct, first = np.unique(both, return_index=True)

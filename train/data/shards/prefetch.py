@@ -68,8 +68,8 @@ class Prefetcher(AbstractContextManager["Prefetcher"]):
         fetcher = Fetcher(Downloader(location, s3, cache), wanted, deletes=deletes)
         held = cache.hold(alone=deletes)
         context = multiprocessing.get_context("fork")  # a spawned process would import torch first
-        receiver, self.consumed_rows = context.Pipe(duplex=False)
-        arguments = (receiver, self.consumed_rows)
+        receiver, self.sender = context.Pipe(duplex=False)
+        arguments = (receiver, self.sender)
         self.process = context.Process(target=fetcher.run, args=arguments, daemon=True)
         self.process.start()
         assert self.process.pid is not None
@@ -78,7 +78,7 @@ class Prefetcher(AbstractContextManager["Prefetcher"]):
         held.close()  # only the process keeps the lock: loaders that outlive a killed rank must not hold it
 
     def __exit__(self, *_: object) -> None:
-        self.consumed_rows.close()
+        self.sender.close()
         self.process.kill()  # this leaves no damaged shard: a file gets its name when it is complete
         self.process.join()
         shutil.rmtree(self.cache.run, ignore_errors=True)
@@ -87,7 +87,7 @@ class Prefetcher(AbstractContextManager["Prefetcher"]):
         """Tell the process how many sequences all ranks have consumed since the run began."""
         # If the process has ended, readers raise an error when they need a shard.
         with suppress(BrokenPipeError):
-            self.consumed_rows.send(rows)
+            self.sender.send(rows)
 
 
 class Fetcher:
@@ -106,12 +106,12 @@ class Fetcher:
         self.reported_s = -math.inf
         self.was_whole = False
 
-    def run(self, consumed_rows: Connection, parents_end: Connection) -> None:
+    def run(self, receiver: Connection, sender: Connection) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         leave_signals_to_the_parent(0)
-        parents_end.close()
+        sender.close()  # otherwise `receiver` would not notice that the parent has closed its own
         try:
-            self.serve(consumed_rows)
+            self.serve(receiver)
         except EOFError:  # the run has ended
             os._exit(0)
         except BaseException as error:
@@ -122,7 +122,7 @@ class Fetcher:
         logger.error("fetching shards has failed", exc_info=error)
         os._exit(1)  # an abandoned download may hang in the connector for minutes
 
-    def serve(self, consumed_rows: Connection) -> NoReturn:
+    def serve(self, receiver: Connection) -> NoReturn:
         """Keep the wanted shards in the cache until the run ends."""
         rows: int | None = None
         looked_s = -math.inf
@@ -132,10 +132,10 @@ class Fetcher:
             if self.deletes or time.monotonic() - looked_s >= REPORT_EVERY_S:
                 looked_s = time.monotonic()
                 self.look(rows)
-            if consumed_rows.poll(REPORT_EVERY_S):
-                rows = consumed_rows.recv()
-            while consumed_rows.poll():
-                rows = consumed_rows.recv()
+            if receiver.poll(REPORT_EVERY_S):
+                rows = receiver.recv()
+            while receiver.poll():
+                rows = receiver.recv()
 
     def look(self, rows: int | None) -> None:
         """Queue the wanted shards that are not in the cache, and delete the others if not all of the data fits."""

@@ -150,14 +150,10 @@ def train_tokenizer(
     except RuntimeError as error:
         if failures:
             raise failures[0] from None
-        raise InputError(no_tokenizer(vocab_size, error)) from error
+        why = str(error).rpartition("] ")[2].strip() or "it is empty"
+        says = f"tokenizer.vocab_size={vocab_size}: no tokenizer can be made from this text"
+        raise InputError(f"{says}: {why}") from error
     return fast_tokenizer(model.getvalue(), rule)
-
-
-def no_tokenizer(vocab_size: int, error: RuntimeError) -> str:
-    """Return why no tokenizer could be trained."""
-    why = str(error).rpartition("] ")[2].strip() or "it is empty"
-    return f"tokenizer.vocab_size={vocab_size}: no tokenizer can be made from this text: {why}"
 
 
 def fast_tokenizer(model: bytes, rule: normalizers.Normalizer) -> PreTrainedTokenizerFast:

@@ -60,6 +60,17 @@ NUMBERS = (  # the keys of metrics lines that the report reads, besides scores; 
     "peak_host_bytes",
 )
 
+COMPARED = (
+    "steps",
+    "examples",
+    "tokens_per_s",
+    "train_s",
+    "wall_s",
+    "cost_usd",
+    "peak_device_bytes",
+    "peak_host_bytes",
+)
+
 # ---- reading -------------------------------------------------------------------------------------------------------
 
 
@@ -262,6 +273,24 @@ def scores(run: Run) -> dict[str, dict[str, tuple[float | None, int]]]:
 def settled(points: Mapping[str, tuple[Any, int]]) -> tuple[Any, int]:
     """Return the (value, step) by which a run is judged: of the exported weights, or the last without an export."""
     return points.get("exported", points["last"])
+
+
+def final_scores(run: Run) -> dict[str, float]:
+    """Return the value of each score by which a run is judged; NaN if it is not finite."""
+    values = {name: settled(points)[0] for name, points in run.summary["scores"].items()}
+    return {name: float("nan") if value is None else value for name, value in values.items()}
+
+
+def beside(runs: list[Run]) -> Table:
+    """Return a table with a row for each run: the settings that differ, the scores, and numbers of the summary."""
+    keys = sorted({key for run in runs for key in run.config} - {"run_dir"})
+    differing = [key for key in keys if len({str(run.config.get(key)) for run in runs}) > 1]
+    rows = []
+    for run in runs:
+        settings = {key: run.config.get(key) for key in differing}
+        numbers = {key: run.summary[key] for key in COMPARED}
+        rows.append({**settings, **final_scores(run), **numbers})
+    return pandas.DataFrame(rows, index=[run.label for run in runs])
 
 
 def speed(run: Run) -> Summary:
