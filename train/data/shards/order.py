@@ -270,7 +270,7 @@ class ShardSampler:
     def upcoming_shards(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the shards that this machine reads now, and those for the rest of this epoch and the next.
 
-        Both are in the order of use. The next step needs at most as many shards of a lane as it has rows of that lane.
+        Both are in the order of use. Of each lane, the next step needs no more shards than it has sequences.
         """
         epoch, step = self.position
         order = self.epoch_order(epoch)
