@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -75,14 +74,10 @@ class Featurizer(ABC):
     def encode_fast(self, first: list[str], second: list[str] | None = None) -> list[Encoding]:
         """Return encodings without offsets in half the time of `encode`; of a pair, the longer text is cut."""
         fast = self.tokenizer.backend_tokenizer
-        fast.no_padding()
-        fast.enable_truncation(
-            self.settings["seq_len"],
-            strategy="longest_first",
-            direction=self.tokenizer.truncation_side,
-        )
+        side = self.tokenizer.truncation_side
+        fast.enable_truncation(self.settings["seq_len"], strategy="longest_first", direction=side)
         fast.encode_special_tokens = True
-        texts: Sequence[Any] = first
+        texts: Any = first
         if second is not None:
             texts = list(zip(first, second, strict=True))
         encodings: list[Encoding] = fast.encode_batch_fast(texts)
@@ -92,12 +87,7 @@ class Featurizer(ABC):
         self, split: str, encodings: Sequence[Encoding], *texts: list[str] | None
     ) -> None:
         """Count the truncated rows and the tokens they lost. `texts`: one list per segment; None: no such segment."""
-        most = self.settings["seq_len"]
-        cut = [
-            number
-            for number, encoding in enumerate(encodings)
-            if len(encoding) == most and encoding.overflowing
-        ]
+        cut = [number for number, encoding in enumerate(encodings) if encoding.overflowing]
         self.tokens_cut = np.zeros(len(encodings), np.int64)
         if cut:
             parts = [[part[number] for number in cut] for part in texts if part is not None]
@@ -113,44 +103,19 @@ class Featurizer(ABC):
         self, split: str, encodings: Sequence[Encoding], rows: Sequence[int]
     ) -> dict[str, list]:
         """Return the columns TOKENS for encodings of the rows at indices `rows`, and count unknown tokens."""
-        ids = [encoding.ids for encoding in encodings]
-        lengths = list(map(len, ids))
-        tokens = np.fromiter(chain.from_iterable(ids), np.int64, sum(lengths))
-        unknown = 0
-        if self.tokenizer.unk_token_id is not None:
-            unknown = np.count_nonzero(tokens == self.tokenizer.unk_token_id)
-        # The tokenizer adds the same special tokens to each row.
-        added = [sum(encoding.special_tokens_mask) for encoding in encodings[:1]]
-        text_tokens = len(tokens) - sum(added) * len(encodings)
-        self.count(split, unknown_tokens=int(unknown), text_tokens=text_tokens)
-        for number in self.with_special(encodings, tokens, lengths):
-            ids[number] = self.ids(encodings[number])
+        unknown = sum(encoding.ids.count(self.tokenizer.unk_token_id) for encoding in encodings)
+        text_tokens = sum(
+            len(encoding.ids) - sum(encoding.special_tokens_mask) for encoding in encodings
+        )
+        self.count(split, unknown_tokens=unknown, text_tokens=text_tokens)
         return {
-            "input_ids": ids,
+            "input_ids": [self.ids(encoding) for encoding in encodings],
             "second_at": [second_at(encoding) for encoding in encodings],
-            "length": lengths,
+            "length": [len(encoding.ids) for encoding in encodings],
             "row": list(rows),
         }
 
-    def with_special(
-        self, encodings: Sequence[Encoding], tokens: np.ndarray, lengths: list[int]
-    ) -> list[int]:
-        """Return the indices of encodings whose text has special tokens. `tokens`: the ids of all, in order."""
-        if not encodings:
-            return []
-        first = encodings[0]
-        added = [
-            token
-            for token, is_special in zip(first.ids, first.special_tokens_mask, strict=True)
-            if is_special and token in self.stand_ins
-        ]
-        so_far = np.cumsum(np.isin(tokens, list(self.stand_ins)))
-        counts = np.diff(np.append(0, so_far)[np.cumsum([0, *lengths])])
-        found: list[int] = np.flatnonzero(counts != len(added)).tolist()
-        return found
-
     def ids(self, encoding: Encoding) -> list[int]:
-        """Return the ids, in which the unknown token replaces special tokens in the text."""
         pairs = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
         return [
             token if is_special else self.stand_ins.get(token, token)

@@ -28,8 +28,6 @@ class LabelNames:
         self.known = list(known or cfg.labels)
         self.separator = cfg.label_separator
         self.spellings = {plain_label(name): name for name in self.known}
-        # the names of texts that were looked up before
-        self.seen: dict[str, str] = {}
 
     def look_up(self, value: Any, names: Sequence[str] | None) -> tuple[str, str | None]:
         """Return a value's name in the data, and the label that data.label_map maps it to (None: leave the row out).
@@ -48,11 +46,6 @@ class LabelNames:
 
         Raises BadRow if the label is unknown, and InputError if too many distinct labels have been seen.
         """
-        counts = self.facts.counts
-        if type(value) is str and value in self.seen:
-            name = self.seen[value]
-            counts[name] += 1
-            return name
         key, name = self.look_up(value, names)
         if name is None:
             return None
@@ -63,14 +56,13 @@ class LabelNames:
             if name not in self.known:
                 labels = shortlist(self.known)
                 raise BadRow(f"unknown label {key[:40]}; the labels are {labels}")
+        counts = self.facts.counts
         counts[name] += 1
         if self.is_mapped and plain_label(key) not in self.map:
             self.facts.unmapped.add(name)
         if len(counts) > max(MOST_LABELS, len(self.known)):
             many = f"more than {MOST_LABELS:,} different labels, such as {name[:40]}"
             raise InputError(f"the data has {many}; is data.columns right?")
-        if type(value) is str:
-            self.seen[value] = name
         return name
 
     def in_order(self) -> list[str]:

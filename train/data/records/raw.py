@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 import pyarrow
 
 from train.config import EvaluatedConfig, RecordsConfig, S3Config, check, shortlist
@@ -110,27 +109,20 @@ def write_table(
     """Write examples to an Arrow file and return it as a memory-mapped table."""
     used = kind.columns_of(cfg.columns)
     types = {key: type_ for key, type_ in kind.columns.items() if key in used}
-    features = datasets.Features({"id": STRING, **types})
 
-    def batches() -> Iterator[pyarrow.Table]:
+    def batches() -> Iterator[dict[str, list[Any]]]:
         left = iter(rows)
         while batch := list(islice(left, BATCH_ROWS)):
-            yield table_of({name: [row[name] for row in batch] for name in features}, features)
+            yield {name: [row[name] for row in batch] for name in ("id", *types)}
             progress.advance(len(batch))
 
-    return write_arrow(batches(), features, path)
-
-
-def table_of(columns: Mapping[str, Sequence[Any]], features: datasets.Features) -> pyarrow.Table:
-    schema = features.arrow_schema
-    arrays = [pyarrow.array(columns[field.name], field.type) for field in schema]
-    return pyarrow.Table.from_arrays(arrays, schema=schema)
+    return write_arrow(batches(), datasets.Features({"id": STRING, **types}), path)
 
 
 def write_arrow(
-    batches: Iterable[pyarrow.Table], features: datasets.Features, path: Path
+    batches: Iterable[Mapping[str, Any]], features: datasets.Features, path: Path
 ) -> datasets.Dataset:
-    """Write rows, some at a time, to an Arrow file and return it as a memory-mapped table."""
+    """Write columns, some rows at a time, to an Arrow file and return it as a memory-mapped table."""
     schema = features.arrow_schema
     with (
         disk_errors("write", path),
@@ -138,7 +130,8 @@ def write_arrow(
         pyarrow.ipc.new_stream(file, schema) as stream,
     ):
         for batch in batches:
-            stream.write_table(batch.combine_chunks())
+            columns = [pyarrow.array(batch[field.name], field.type) for field in schema]
+            stream.write_batch(pyarrow.record_batch(columns, schema=schema))
     return datasets.Dataset.from_file(str(path))
 
 
@@ -146,26 +139,22 @@ def hold_out(
     table: datasets.Dataset, cfg: RecordsConfig, kind: RowKind, seed: int, folder: Path
 ) -> dict[str, datasets.Dataset]:
     """Split a table into files of training rows and of held-out rows. Rows with the same text are in the same split."""
-    is_kept = np.ones(len(table), bool)
     rows = table.with_format("arrow")
-    first = 0
-    for batch in rows.iter(BATCH_ROWS):
-        for number, text in enumerate(batch.column(kind.split_by).to_pylist(), first):
-            if not isinstance(text, str):
-                text = " ".join(text)
-            is_kept[number] = text_uniform(text, seed)[0] >= cfg.validation_fraction
-        first += len(batch)
 
-    def rows_where(chosen: np.ndarray) -> Iterator[pyarrow.Table]:
-        first = 0
+    def part(*, is_held_out: bool) -> Iterator[dict[str, list[Any]]]:
         for batch in rows.iter(BATCH_ROWS):
-            yield batch.filter(pyarrow.array(chosen[first : first + len(batch)]))
-            first += len(batch)
+            chosen = []
+            for text in batch.column(kind.split_by).to_pylist():
+                if not isinstance(text, str):
+                    text = " ".join(text)
+                number = text_uniform(text, seed)[0]
+                chosen.append((number < cfg.validation_fraction) == is_held_out)
+            yield batch.filter(pyarrow.array(chosen)).to_pydict()
 
     # A selection of the table would be slower to read: one slice for each row.
     return {
-        split: write_arrow(rows_where(chosen), table.features, folder / f"{split}-rows.arrow")
-        for split, chosen in (("train", is_kept), ("validation", ~is_kept))
+        split: write_arrow(part(is_held_out=held), table.features, folder / f"{split}.arrow")
+        for split, held in (("train", False), ("validation", True))
     }
 
 

@@ -6,11 +6,13 @@ import re
 import unicodedata
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from train.data.files.errors import BadRow, unreadable
 
 WHOLE = re.compile(r"\+?(-?\d+)(\.0*)?")
+LABELS_KEPT = 4096  # rows have few different labels
 BOOLEANS = {"True": "true", "TRUE": "true", "False": "false", "FALSE": "false"}
 
 
@@ -99,6 +101,7 @@ def plain(value: Any) -> str:
     return str(value).strip()
 
 
+@lru_cache(LABELS_KEPT, typed=True)
 def plain_label(value: Any) -> str:
     """Return a label as a string that is the same in all file formats and in settings."""
     # Characters are composed (NFC). 1, 1.0 and "+1" become "1", True and "TRUE" become "true", None and NaN become "".

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from train.config import InputError, RecordsConfig, S3Config, check, shortlist
 from train.config.data import FILE_FORMATS, is_named
@@ -23,24 +23,14 @@ from train.data.records.located import (
 from train.storage.folders import at_once, is_s3, local_path, sha256_json
 from train.storage.hub_access import is_at_hub
 
+if TYPE_CHECKING:
+    from train.data.records.data_sets import HubSource, SavedSource
+
 # These settings do not change which rows are read.
 NOT_READING = ("path", "num_workers", "verify", "cache_dir", "lengths", "max_bad_rows")
 
 
-class Source(Protocol):
-    """A place of labelled data."""
-
-    def version(self) -> Any:
-        """Return a value that changes when the data does. No data is read."""
-
-    def tables(self, wanted: Collection[str], scratch: Path) -> dict[str, list[Table]]:
-        """Open the tables of each split. Columnar formats read only the `wanted` columns.
-
-        Files in S3 are copied to `scratch`.
-        """
-
-
-def open_source(cfg: RecordsConfig, s3: S3Config) -> Source:
+def open_source(cfg: RecordsConfig, s3: S3Config) -> FileSource | SavedSource | HubSource:
     """Return the source of the data. Raises InputError if files are missing, or in training and in validation."""
     kind = layout(cfg, s3)
     if kind == "files":
@@ -86,7 +76,7 @@ def settings_of(cfg: RecordsConfig) -> dict[str, Any]:
     return {"path": where, **used}
 
 
-def readable_columns(source: Source, scratch: Path) -> list[str]:
+def readable_columns(source: FileSource | SavedSource | HubSource, scratch: Path) -> list[str]:
     """Return the columns of the training data whose types can be read; [] if the format is text, which has no types."""
     names = source.tables((), scratch)["train"][0].columns or []
     with suppress(InputError):
@@ -118,9 +108,14 @@ class FileSource:
             check(ok, f"{some}: both in train and in {split}; name other files")
 
     def version(self) -> Any:
+        """Return a value that changes when the data does. No data is read."""
         return {split: list(at_once(stamp, files)) for split, files in self.files.items()}
 
     def tables(self, wanted: Collection[str], scratch: Path) -> dict[str, list[Table]]:
+        """Open the tables of each split. Columnar formats read only the `wanted` columns.
+
+        Files in S3 are copied to `scratch`.
+        """
         return {
             split: [
                 file_table(local_copy(file, scratch), str(file), self.cfg, wanted)

@@ -31,7 +31,7 @@ from train.config import RecordsConfig, TrainConfig, check
 from train.data.records.content_checks import shortages
 from train.data.records.examples import Dropped
 from train.data.records.featurizer import Featurizer
-from train.data.records.raw import read_raw, table_of, write_arrow
+from train.data.records.raw import read_raw, write_arrow
 from train.data.records.saved import load_saved
 from train.data.records.sources import settings_of, version
 from train.data.records.table_facts import column, facts_of_split
@@ -50,7 +50,6 @@ from train.storage.folders import (
 )
 
 if TYPE_CHECKING:
-    import pyarrow
     from transformers import PreTrainedTokenizerFast
 
 logger = logging.getLogger("train")
@@ -235,12 +234,11 @@ def make_features(
     bar = tqdm(total=len(examples), desc=f"tokenise {split}", unit=" rows", disable=None)
     features = datasets.Features(featurizer.types)
 
-    def batches() -> Iterator[pyarrow.Table]:
+    def batches() -> Iterator[dict[str, list]]:
         first = 0
         for batch in examples.with_format("arrow").iter(ROWS_AT_ONCE):
             indices = list(range(first, first + len(batch)))
-            columns = featurizer.features(batch.to_pydict(), indices, split=split)
-            yield table_of(columns, features)
+            yield featurizer.features(batch.to_pydict(), indices, split=split)
             first += len(batch)
             progress.advance(len(batch))
             bar.update(len(batch))

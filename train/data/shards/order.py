@@ -26,6 +26,7 @@ from train.data.random_bits import EVAL_STREAM, draw_rows, hash_bits
 
 PADDING = -1  # an item that fills up the last evaluation batch and is not counted
 ROWS_AT_ONCE = 4096  # sequences of the order that are computed together
+STEPS_AHEAD = 8  # steps whose shards are fetched in the order in which they are needed
 MAX_LANES = 64  # a machine's first batch may need a shard of each lane: 4 GB if shards have 64 MiB, the default
 WINDOW_SHARDS = 256  # shards shuffled together over all lanes (16 GiB); the first step of a resume may need all
 # a warning appears if all machines together fetch more than this multiple of the data
@@ -284,13 +285,13 @@ class ShardSampler:
 
         All ranks draw their first rows at the same time.
         """
-        indices = np.stack([self.indices_of(rank) for rank in self.machine_ranks], axis=1).ravel()
-        last = min(step + max(1, ROWS_AT_ONCE // len(indices)), self.steps)
-        rows = order.rows(step, last, indices).ravel()
+        indices = np.stack([self.indices_of(rank) for rank in self.machine_ranks], axis=1)
+        last = min(step + STEPS_AHEAD, self.steps)
+        rows = order.rows(step, last, indices.ravel()).ravel()
         needed = np.searchsorted(np.cumsum(self.shard_rows), rows, side="right")
-        both = np.concatenate([needed[np.isin(needed, shards)], shards])
-        distinct, first = np.unique(both, return_index=True)
-        return distinct[np.argsort(first)]
+        both = np.append(needed[np.isin(needed, shards)], shards)
+        _, first = np.unique(both, return_index=True)
+        return both[np.sort(first)]
 
 
 def eval_sample(rows: int, most: int | None, *, seed: int) -> np.ndarray:
