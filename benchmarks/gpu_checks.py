@@ -114,7 +114,7 @@ class Bench:
             os.killpg(process.pid, signal.SIGKILL)
         log = (self.folder / f"{name}.log").read_text(errors="replace")
         if code:
-            print(f"--- {name} ended with {code}\n{log[-1500:]}", flush=True)
+            print(f"--- {name} ended with {code}\n{log[-4000:]}", flush=True)
         return Outcome(code, self.folder / name, log)
 
     def run(

@@ -210,7 +210,7 @@ def test_on_a_gpu_rows_of_logits_are_aligned_and_nothing_else_changes(
 @pytest.mark.parametrize(
     ("sizes", "rows", "length", "is_too_much"),
     [
-        # BERT-large and BERT-base; a CUDA graph of PyTorch 2.9 has room for 2 ** 32 random numbers
+        # BERT-large and BERT-base; a CUDA graph of PyTorch 2.9 counts up to 2 ** 32 random numbers
         ((24, 16), 64, 512, True),
         ((24, 16), 32, 512, False),
         ((12, 12), 128, 512, True),

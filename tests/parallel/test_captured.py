@@ -21,7 +21,8 @@ from train import loop
 from train.config import BackendConfig, DataParallelConfig, FSDPConfig, OptimConfig
 from train.parallel import captured, ddp
 from train.parallel.data import Captured, DataParallel
-from train.parallel.engines import build_engine, sent
+from train.parallel.engines import build_engine
+from train.parallel.grad_sync import sent
 from train.run.stopping import StopRequest
 from train.storage import imported
 from train.tasks.finetune import TextTask
@@ -54,6 +55,33 @@ def recorded(monkeypatch):
 
         monkeypatch.setattr(ddp.DDP, "__init__", as_on_a_gpu)
     return seen
+
+
+@pytest.mark.parametrize(
+    ("shape", "precision", "is_masked", "version", "is_too_much"),
+    [
+        ((64, 512), "fp32", False, "2.9.1+cu128", True),
+        ((64, 512), "bf16", True, "2.9.1", True),
+        ((64, 512), "bf16", False, "2.9.1", False),  # flash attention draws few
+        ((32, 512), "fp32", False, "2.9.1", False),
+        ((64, 512), "fp32", False, "2.10.0", False),
+    ],
+)
+def test_a_step_with_too_many_random_numbers_is_not_recorded(
+    shape, precision, is_masked, version, is_too_much, monkeypatch
+):
+    """BERT-large: 24 layers with 16 heads."""
+    model = SimpleNamespace(drawn_numbers=lambda rows, length: 24 * 16 * rows * length**2)
+    ids = torch.empty(shape, device="meta")
+    inputs = {"input_ids": ids} | ({"attention_mask": ids} if is_masked else {})
+    fault = captured.too_random(model, inputs, precision=precision, version=version)
+    wanted = "draws 6,442,450,944 random numbers, and a graph of PyTorch 2.9"
+    assert (wanted in fault) == bool(fault) == is_too_much
+    if is_too_much:
+        monkeypatch.setattr(captured, "too_random", lambda *_, **__: fault)
+        engine = SimpleNamespace(model=model, backend=SimpleNamespace(precision=precision))
+        graphs = captured.Graphs(SimpleNamespace(engine=engine))
+        assert graphs.try_record("key", None, inputs) == fault and not graphs.recorded
 
 
 def train(folder, prepared, *settings):

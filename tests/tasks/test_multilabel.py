@@ -11,9 +11,8 @@ from finetuning import FP32, task_of, train_with, tuning
 from rejections import rejects
 from running import lines
 
-from train import api
 from train.config.tasks import MultiLabelConfig
-from train.observe.report.run import read_run
+from train.observe.report.run import final_scores, read_run
 from train.run.stopping import StopRequest
 from train.run_folder import exported
 from train.storage.folders import LocalFolder
@@ -217,7 +216,7 @@ def test_thresholds_predictions_and_scores_are_those_of_the_exported_step(given,
     assert exported.marked(LocalFolder(run_dir), "weights") == step
     assert json.loads((run_dir / "evaluation.json").read_text())["step"] == step
     assert limit_of(run_dir / "export") == chosen(validated(run_dir))
-    assert api.final_scores(read_run(run_dir))["f1_micro"] == scores[step]
+    assert final_scores(read_run(run_dir))["f1_micro"] == scores[step]
     said = (
         f"the export has the weights of step {step}, the {'best by f1_micro' if best else 'last'}"
     )

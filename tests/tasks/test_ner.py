@@ -157,7 +157,8 @@ def test_it_learns(trained, predictions):
 
 
 def test_new_words_are_tagged(trained, predictions, tmp_path, capsys):
-    (tmp_path / "new.jsonl").write_text("".join(json.dumps(line) + "\n" for line in predictions))
+    rows = [{"id": line["id"], "tokens": line["tokens"]} for line in predictions]
+    (tmp_path / "new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = [f"data.path={tmp_path}/new.jsonl", "--output", str(tmp_path / "out.jsonl")]
     assert predict.main([str(trained), *FP32, *files]) == 0
     found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]

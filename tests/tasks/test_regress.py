@@ -89,8 +89,8 @@ def test_the_export_predicts_in_the_units_of_the_data(trained, rated, tmp_path):
         again = answers[int(line["id"])]["prediction"]
         assert line["prediction"] == pytest.approx(again, rel=1e-4)
     first, *rows = csv.reader(asked(trained, rated, tmp_path, "csv").splitlines())
-    assert first == ["id", "label", "prediction", "tokens_cut"]
-    assert float(rows[5][2]) == pytest.approx(wanted, rel=1e-4)
+    assert first == ["text", "price", "size", "id", "label", "prediction", "tokens_cut"]
+    assert float(rows[5][5]) == pytest.approx(wanted, rel=1e-4)
 
 
 def test_a_checkpoint_is_exported_without_the_data_and_learns_on_in_other_units(

@@ -118,6 +118,7 @@ def test_a_run_is_evaluated_as_it_was_in_training(trained, tmp_path, task, ranks
 
 @pytest.mark.parametrize("task", ["classify", "regress"])
 def test_rows_that_were_trained_on_are_not_tokenised(trained, tmp_path, task, monkeypatch):
+    run_dir = trained(task)
     made = []
     before = tables.make_features
 
@@ -126,10 +127,10 @@ def test_rows_that_were_trained_on_are_not_tokenised(trained, tmp_path, task, mo
         return before(featurizer, split, examples, scratch)
 
     monkeypatch.setattr(tables, "make_features", make_features)
-    result = evaluated(trained(task), tmp_path / "scores.json")
+    result = evaluated(run_dir, tmp_path / "scores.json")
     assert made == [("validation", result["rows"])]
     assert 0 < result["rows"] < 30  # of 60, of which 30 % were held out
-    last = lines(trained(task), "eval")[-1]
+    last = lines(run_dir, "eval")[-1]
     assert result["metrics"] == metrics_of(last)
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from train.config import BackendConfig, check, plural
+from train.machine import versions
 from train.parallel.graphs import brief
 from train.parallel.proof import is_finite, shown
 from train.storage import imported
@@ -32,6 +33,8 @@ logger = logging.getLogger("train")
 Inputs = dict[str, Tensor]
 FIRST_CALLS = 3  # calls with a shape before its graph is recorded
 MOST_GRAPHS = 64  # at most this many are kept; batches with other shapes run without a graph
+MOST_DRAWN = 2**32  # random numbers of a graph, in PyTorch before this release:
+COUNTS_IN_64_BITS = (2, 10)
 WAITS = "called a synchronizing CUDA operation"  # from the text of PyTorch's warning
 
 
@@ -62,6 +65,27 @@ def captures_steps(
     # A graph repeats the Python numbers with which it was recorded. Imported user code may change its numbers in each
     # step, so graphs are opt-in for runs with such code.
     return is_possible and (wanted or (cfg.cuda_graphs is None and not imported.IMPORTED))
+
+
+def too_random(
+    model: Any, inputs: Inputs, *, precision: str, version: str = torch.__version__
+) -> str:
+    """Return why PyTorch cannot record a step with so many random numbers; "" if it can.
+
+    Before release 2.10, a CUDA graph counts them in 32 bits (https://github.com/pytorch/pytorch/pull/164515).
+    """
+    reads_all = precision == "fp32" or "attention_mask" in inputs
+    ids = inputs.get("input_ids")
+    is_old = versions.release(version) < COUNTS_IN_64_BITS
+    if not (is_old and reads_all and ids is not None and hasattr(model, "drawn_numbers")):
+        return ""
+    drawn = model.drawn_numbers(*ids.shape)
+    if drawn < MOST_DRAWN:
+        return ""
+    return (
+        f"attention's dropout draws {drawn:,} random numbers, and a graph of PyTorch {version} counts up to "
+        f"{MOST_DRAWN:,}; lower micro_batch_size, or use PyTorch 2.10"
+    )
 
 
 class Graphs:
@@ -146,6 +170,10 @@ class Graphs:
 
         When this returns, the error and the memory of a failed recording are freed.
         """
+        engine = self.proof.engine
+        excess = too_random(engine.model, inputs, precision=engine.backend.precision)
+        if excess:
+            return excess
         held = {name: value.clone() for name, value in inputs.items()}
         try:
             with self.proof.other_numbers():

@@ -22,7 +22,6 @@ from train.parallel.nonfinite import changed_by
 
 if TYPE_CHECKING:
     from train.parallel.backend import State
-    from train.parallel.data import Captured
 
 # Largest relative differences between a replay and a plain step. Kernels add in varying order, and cuBLAS may choose
 # other ones for a recording. They were not measured on a GPU.
@@ -51,9 +50,10 @@ class Before(NamedTuple):
 class Proof:
     """Compares replays of an engine's graphs with plain steps."""
 
-    def __init__(self, engine: Captured) -> None:
+    def __init__(self, engine: Any) -> None:
+        """Compare the steps of `engine`, a `Captured` of train/parallel/data.py, which imports this file."""
         # Without a cycle of references, device memory is freed as soon as the engine is.
-        self.engine: Captured = proxy(engine)
+        self.engine: Any = proxy(engine)
         small = [each for each in engine.parameters if each.numel() <= MOST_NUMBERS]
         candidates = small or engine.parameters
         self.watched = candidates[:: -(-len(candidates) // NUM_WATCHED)]

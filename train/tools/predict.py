@@ -40,6 +40,7 @@ from train.tools.trained import (
 
 if TYPE_CHECKING:
     from train.tasks.finetune import TextTask
+    from train.tasks.predictor import Predictor
 
 ROWS_AT_ONCE = 1_000  # number of rows in memory at the same time
 BATCH_SIZE = 32  # sequences
@@ -136,14 +137,15 @@ def check_output(output: str | None, source: str) -> Path | None:
 
 
 @contextmanager
-def written_whole(path: Path | None) -> Iterator[BinaryIO]:
-    """Open a file that will exist only if the block succeeds. Without a path, open standard output."""
-    if path is None:
+def written_whole(form: Output | None) -> Iterator[BinaryIO]:
+    """Open a file that will exist only if the block succeeds. Without a form, open standard output."""
+    if form is None:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
     # Reading rows raises InputErrors, which pass through.
-    with disk_errors("write", path), open_whole(path) as file:
+    with disk_errors("write", form.path), open_whole(form.path) as file:
+        file.write(form.header())
         yield file
 
 
@@ -295,7 +297,6 @@ def predict(cfg: TrainConfig, options: Namespace, trained: Trained, output: Path
     check(is_here, f"backend={cfg.backend.name}: predict runs on the CPU and CUDA devices")
     # Torch takes seconds to import, so the flags are checked first.
     from train.parallel.ddp import DDP
-    from train.tasks.finetune import json_lines
     from train.tasks.predictor import Predictor, trained_task
 
     task = trained_task(trained.source, cfg.seq_len, cfg.task)
@@ -310,29 +311,35 @@ def predict(cfg: TrainConfig, options: Namespace, trained: Trained, output: Path
     backend = DDP(cfg.backend)
     predictor = Predictor(task, cfg.data.lengths, device=backend.device, autocast=backend.autocast)
     backend.place(predictor.model)
+    batch_size = cfg.eval_batch_size or BATCH_SIZE
+    num_rows, num_cut = write_rows(chain([first], chunks), predictor, form, batch_size=batch_size)
+    warn(task, trained, num_rows, num_cut)
+    if form is not None:
+        say_written(form, num_rows)
+    return cli.DONE
+
+
+def write_rows(
+    chunks: Iterable[Chunk], predictor: Predictor, form: Output | None, *, batch_size: int
+) -> tuple[int, int]:
+    """Write a prediction for each row. Returns the number of rows, and of those that were cut."""
+    from train.tasks.finetune import json_lines
+
     num_rows = num_cut = 0
     with (
         tqdm(unit=" sequences", unit_scale=True, disable=None) as bar,
-        written_whole(output) as file,
+        written_whole(form) as file,
     ):
-        if form is not None:
-            file.write(form.header())
-        for chunk in chain([first], chunks):
-            answers = predictor.predict(
-                [example for example, _ in chunk],
-                batch_size=cfg.eval_batch_size or BATCH_SIZE,
-                on_batch=bar.update,
-            )
+        for chunk in chunks:
+            examples = [example for example, _ in chunk]
+            answers = predictor.predict(examples, batch_size=batch_size, on_batch=bar.update)
             if form is None:
                 file.write(json_lines(answers))
             else:
                 file.write(form.lines(chunk, answers))
             num_rows += len(answers)
             num_cut += sum("tokens_cut" in answer for answer in answers)
-    warn(task, trained, num_rows, num_cut)
-    if form is not None:
-        say_written(form, num_rows)
-    return cli.DONE
+    return num_rows, num_cut
 
 
 def say_written(form: Output, num_rows: int) -> None:
