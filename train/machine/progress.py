@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from train.machine.console import say
+from train.machine.console import note
 
 FIRST_S, EVERY_S = 1.5, 10.0  # seconds until the first line, and between lines
 
@@ -63,7 +63,7 @@ def reported(*, speaks: bool = True) -> Iterator[None]:
             wait_s = EVERY_S
             with suppress(OSError, ValueError):  # standard error may be closed or full
                 if not (_phase.has_bar and sys.stderr.isatty()):
-                    say(f"... {_phase}", file=sys.stderr)
+                    note(f"... {_phase}")
 
     thread = threading.Thread(target=report, name="progress", daemon=True)
     if speaks:

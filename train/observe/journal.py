@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from train.machine.console import RESULT, speech
 from train.observe.lines import read_back
 from train.observe.trackers import NO_CURVES
 from train.run_folder.outcome import ENDS
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from train.observe.trackers import Tracker
 
 logger = logging.getLogger("train")
+FIRST_PAUSE_S = 10.0  # between the first lines on training
 MOST_WAITING = 100  # if more lines are waiting to be written, training waits for the disk
 NO_CURVES_WRITTEN = "TensorBoard's files are not written"
 
@@ -166,33 +168,46 @@ class RunConsole:
             initial=step,
             unit="step",
             dynamic_ncols=True,
-            disable=None if is_first_rank else True,  # None: unless the output is a terminal
+            # None: unless the output is a terminal
+            disable=None if is_first_rank and not speech.is_quiet else True,
         )
+        self.due_s = 0.0  # of this attempt's seconds in steps: when the next line is due
 
     def train(self, line: dict[str, Any]) -> None:
-        step = line["step"]
-        left_s = round((self.total_steps - step) * line["step_s"])
+        step, spent_s = line["step"], line["train_s"]
+        left_s = (self.total_steps - step) * line["step_s"]
+        shown = {"loss": f"{line['loss']:.3f}", "tokens/s": f"{line['tokens_per_s']:,.0f}"}
+        if "mfu" in line:
+            shown["mfu"] = f"{line['mfu']:.1%}"
+        self.bar.set_postfix(shown, refresh=False)
+        if spent_s < self.due_s and left_s > 0 and not speech.all_lines:
+            return
+        self.due_s = spent_s + pause_s(spent_s, left_s)
         parts = [
             f"step {step:{self.width}}/{self.total_steps}",
             f"{step / self.total_steps:4.0%}",
-            f"left {timedelta(seconds=left_s)}",
+            f"left {timedelta(seconds=round(left_s))}",
             f"loss {line['loss']:7.4f}",
             f"lr {line['lr']:.2e}",
             f"grad {line['grad_norm']:6.3f}",
             f"{line['tokens_per_s']:9,.0f} tokens/s",
         ]
-        shown = {"loss": f"{line['loss']:.3f}", "tokens/s": f"{line['tokens_per_s']:,.0f}"}
         if "mfu" in line:
             parts.append(f"mfu {line['mfu']:5.1%}")
-            shown["mfu"] = f"{line['mfu']:.1%}"
         parts.append(f"data wait {line['data_wait_s'] / (line['step_s'] * line['steps']):4.0%}")
         if "compile_s" in line:
             parts.append(f"compiled {line['compile_s']:.1f} s")
-        self.bar.set_postfix(shown, refresh=False)
         logger.info("  ".join(parts))
 
     def evaluation(self, step: int, metrics: dict[str, float], eval_s: float) -> None:
-        logger.info(f"step {step:{self.width}} {evaluation_words(metrics, eval_s)}")
+        level = RESULT if step == self.total_steps else logging.INFO
+        logger.log(level, f"step {step:{self.width}} {evaluation_words(metrics, eval_s)}")
+
+
+def pause_s(spent_s: float, left_s: float) -> float:
+    """Return the seconds until the next line on training: 10 at first, later more, for at most some 200 lines."""
+    rarer_s = min(spent_s / 8, (spent_s + left_s) / 150)
+    return max(FIRST_PAUSE_S, rarer_s)
 
 
 def evaluation_words(metrics: dict[str, float], eval_s: float) -> str:

@@ -31,7 +31,7 @@ from train.config import (
     flatten,
     leaves,
 )
-from train.machine.console import say
+from train.machine.console import say, speech
 from train.parallel.optim import OPTIMIZERS, SCHEDULES
 from train.run.command import (
     DONE,
@@ -40,6 +40,7 @@ from train.run.command import (
     REJECTED,
     STOPPED,
     Parser,
+    Quiet,
     command_parser,
     guarded,
 )
@@ -291,6 +292,9 @@ def settings_parser(
         "settings", nargs="*", metavar="key=value", help="settings, without dashes; see below"
     )
     parser.add_argument(
+        "--quiet", nargs=0, action=Quiet, help="print only warnings, errors and the result"
+    )
+    parser.add_argument(
         "--cfg", choices=("job",), help="print all settings, as they would be used, and stop"
     )
     return parser
@@ -317,6 +321,7 @@ def run(
                 f"{flag} is not a flag; see --help. Settings have no dashes: key=value"
             )
         keys = {override.partition("=")[0] for override in options.settings}
+        speech.all_lines = "log_every" in keys
         first, known = given(options) if callable(given) else (given, {})
         values = {key: value for key, value in known.items() if key not in keys}
         overrides = [each for each in first if each.partition("=")[0] not in keys]

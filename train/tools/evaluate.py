@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,7 +27,7 @@ from train.config import (
     shortlist,
 )
 from train.machine import rank_setup
-from train.machine.console import say
+from train.machine.console import note, say
 from train.machine.launched import launched
 from train.machine.runtime import search_rarely
 from train.machine.torchrun import end_torchrun
@@ -134,7 +133,7 @@ def settings_of_run(
         names += [name for name in WHERE if name in own]
         if launched().rank == 0:
             where = f"{printable(run.location)}/config.yaml names data.path={printable(str(own['path']))}"
-            say(f"{where}, which is read; data.path=... reads other data", file=sys.stderr)
+            note(f"{where}, which is read; data.path=... reads other data")
     if isinstance(cfg.data, RecordsConfig):
         if not is_new:
             names += OWN_ROWS
@@ -246,10 +245,7 @@ def report(cfg: TrainConfig, model: Model, result: Evaluated) -> None:
     if world_size > 1:
         ranks = f", {world_size} ranks"
     where = f"{result.precision} on {result.device}{ranks}"
-    say(
-        f"{location}: {result.rows:,} validation rows of data.path={cfg.data.path}, {where}",
-        file=sys.stderr,
-    )
+    note(f"{location}: {result.rows:,} validation rows of data.path={cfg.data.path}, {where}")
     step = ""
     if model.step is not None:
         step = f"step {model.step} "

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from tqdm import tqdm
 
 from train.config import InputError, RecordsConfig, TrainConfig, check, plural, shortlist
-from train.machine.console import say
+from train.machine.console import say, speech
 from train.machine.launched import launched
 from train.run import compose as cli
 from train.run.early import check_exists, check_new_rows
@@ -327,7 +327,7 @@ def write_rows(
 
     num_rows = num_cut = 0
     with (
-        tqdm(unit=" sequences", unit_scale=True, disable=None) as bar,
+        tqdm(unit=" sequences", unit_scale=True, disable=speech.is_quiet or None) as bar,
         written_whole(form) as file,
     ):
         for chunk in chunks:
