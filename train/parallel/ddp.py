@@ -22,10 +22,12 @@ from train.config import BackendConfig, check
 from train.config.backend import DEFAULT_TIMEOUT_S
 from train.machine import host
 from train.machine.console import without_stdout
+from train.machine.runtime import keep_freed_memory
 from train.parallel import guards, nonfinite, rendezvous
 from train.parallel.backend import RANK_STRIDE, Backend, State, Work
 from train.parallel.captured import captures_steps
 from train.parallel.compiled import Workload, open_compiler
+from train.parallel.dropout import QuickDropout
 from train.parallel.grad_sync import GradSync
 from train.parallel.graphs import Graphs
 from train.parallel.precision import (
@@ -68,6 +70,8 @@ class DDP(Backend):
             self.adamw["capturable"] = True
         if self.is_cuda:
             self.open_gpu()
+        else:
+            keep_freed_memory()
         if world.is_distributed:
             backends = "cpu:gloo,cuda:nccl" if self.is_cuda else "gloo"
             rendezvous.join(backends, timeout_s=self.timeout_s)
@@ -191,10 +195,19 @@ class DDP(Backend):
                 del inputs["attention_mask"]
             yield {**batch, "inputs": inputs}
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast(
-            self.device.type, AUTOCAST.get(self.precision), enabled=self.precision in AUTOCAST
-        )
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        dtype = AUTOCAST.get(self.precision)
+        with torch.autocast(self.device.type, dtype, enabled=dtype is not None), self.dropout():
+            yield
+
+    def dropout(self) -> AbstractContextManager[Any]:
+        """Return the context of forward passes in which dropout is quick, where it can be."""
+        # layers that are computed again, outside this context, must drop the same elements
+        is_eager = self.compiler is None and not self.recomputes
+        if is_eager and not self.is_cuda and self.precision == "bf16":
+            return QuickDropout()
+        return nullcontext()
 
     def ready(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
         guards.check_owned(optimizer, parameters)
