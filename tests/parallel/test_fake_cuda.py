@@ -169,8 +169,10 @@ def test_a_save_locks_as_much_memory_as_the_state_has(fake_cuda, tmp_path):
 
 # ---- architectures ---------------------------------------------------------------------------------------------------
 
-# cuFFT does not run on this device
-KINDS = [kind for kind in ENCODERS.split() if kind != "fnet"]
+# In transformers, the first four read numbers of each batch, so no step of theirs is recorded; here the numbers mean
+# nothing. The last one needs cuFFT, which does not run on this device.
+OTHERS = ("flaubert", "ibert", "longformer", "xlm", "fnet")
+KINDS = [kind for kind in ENCODERS.split() if kind not in OTHERS]
 SIZES = {
     "vocab_size": 100,
     "num_labels": 3,
@@ -229,26 +231,15 @@ def architectures(folder):
     for kind in KINDS:
         precision = "fp32" if kind == "deberta" else "bf16"
         for is_masked in (False, True):
-            try:
-                found = steps_of(small(kind), precision, is_masked=is_masked)
-            except AssertionError:
-                found = "reads values"
+            found = steps_of(small(kind), precision, is_masked=is_masked)
             recorded[f"{kind} {is_masked}"] = found
     return {"recorded": recorded}
 
 
-# Their code in transformers reads values of a batch in each step. That of the last two asserts what they are.
-WAITING = {"flaubert": 0, "longformer": 0, "ibert": "reads values", "xlm": "reads values"}
-
-
 @pytest.mark.slow
-def test_architectures_are_recorded_with_masks_and_without_or_say_why(fake_cuda, tmp_path):
+def test_architectures_are_recorded_with_masks_and_without(fake_cuda, tmp_path):
     run = fake_cuda(architectures, tmp_path)
     kinds = [(kind, is_masked) for kind in KINDS for is_masked in (False, True)]
-    assert run["recorded"] == {
-        f"{kind} {is_masked}": WAITING.get(kind, 1) for kind, is_masked in kinds
-    }
-    text = (tmp_path / "log").read_text()
-    for kind in ("flaubert", "longformer"):
-        assert text.count(f"modeling_{kind}.py") == 2
+    assert run["recorded"] == {f"{kind} {is_masked}": 1 for kind, is_masked in kinds}
     assert run["errors"] == run["host_copies"] == 0
+    assert "runs without a CUDA graph" not in (tmp_path / "log").read_text()

@@ -39,7 +39,16 @@ CHOOSING = ("deberta", "deberta-v2")
 # through convolutions, Fourier transforms, pooled or averaged positions, or the embedding of the next token.
 READING_PADDING = ("convbert", "fnet", "mobilebert", "nystromformer")
 # These architectures make a mask of ones if they are given none.
-MAKING_MASKS = ("big_bird", "luke", "megatron-bert", "nystromformer", "rembert", "roformer")
+MAKING_MASKS = (
+    "big_bird",
+    "convbert",
+    "luke",
+    "megatron-bert",
+    "nystromformer",
+    "rembert",
+    "roformer",
+    "squeezebert",
+)
 # transformers makes special masks for these kinds of attention
 OWN_MASKS = ("flash_attention_2", "flex_attention")
 DROPOUTS_OF_ATTENTION = ("attention_probs_dropout_prob", "attention_dropout")
