@@ -27,10 +27,9 @@ class Phase:
         waited = f"{time.monotonic() - self.began_s:.0f} s"
         if not self.done:
             return f"{self.name} ({waited})"
-        if self.total is None:
-            total = ""
-        else:
-            total = f" of {self.amount(self.total)}"
+        total = ""
+        if self.total:
+            total = f" of {self.amount(self.total)}, {self.done / self.total:.0%}"
         return f"{self.name}: {self.amount(self.done)}{total} ({waited})"
 
     def amount(self, number: int) -> str:

@@ -22,8 +22,7 @@ from train.run_folder.outcome import ENDS
 from train.run_folder.run_folder import RunFolder, side_channel
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
+    from train.observe.curves import Curves
     from train.observe.trackers import Tracker
 
 logger = logging.getLogger("train")
@@ -53,7 +52,7 @@ class Journal:
             self.attempt += newest["attempt"]
             self.owes_summary = newest["kind"] != "summary"  # the previous attempt was killed
         folder.metrics.touch()
-        self.writer: SummaryWriter | None = None
+        self.curves: Curves | None = None
         self.waiting: deque[tuple[dict[str, Any], Callable[[], None]]] = deque()
         self.has_lines, self.writing, self.is_closed = threading.Event(), threading.Lock(), False
         self.thread = threading.Thread(target=self._write_beside, name="journal", daemon=True)
@@ -115,16 +114,16 @@ class Journal:
         if not self.tensorboard:
             return
         self.tensorboard = False  # unless it succeeds
-        if self.writer is None:
-            # This import is slow: the first step must not wait for it.
-            from torch.utils.tensorboard import SummaryWriter
+        if self.curves is None:
+            # The first step must not wait for this import.
+            from train.observe.curves import Curves
 
-            self.folder.tensorboard.mkdir(parents=True, exist_ok=True)
-            place = str(self.folder.tensorboard)
-            self.writer = SummaryWriter(place, purge_step=self.first_step)
+            self.curves = Curves(self.folder.tensorboard, first_step=self.first_step)
+        scalars = {}
         for name, value in line.items():
             if name not in NO_CURVES:
-                self.writer.add_scalar(f"{line['kind']}/{name}", value, line["step"])
+                scalars[f"{line['kind']}/{name}"] = value
+        self.curves.add(scalars, step=line["step"], time_unix_s=line["time_unix_s"])
         self.tensorboard = True
 
     def close(self, error: BaseException | None = None) -> None:
@@ -136,9 +135,9 @@ class Journal:
             with self.folder.logging_failures():
                 self.folder.lines.append()
         self.folder.lines.close()
-        if self.writer is not None:
+        if self.curves is not None:
             with side_channel(NO_CURVES_WRITTEN):
-                self.writer.close()
+                self.curves.close()
         if error is not None and not isinstance(error, Exception):
             return  # after a second signal, the process exits now
         status = "KILLED"

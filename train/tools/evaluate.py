@@ -33,7 +33,7 @@ from train.machine.runtime import search_rarely
 from train.machine.torchrun import end_torchrun
 from train.run import compose as cli
 from train.run.command import printable
-from train.run.early import check_exists
+from train.run.early import check_data, check_exists
 from train.run.saved import WHERE, read_data
 from train.run_folder.exported import is_outdated, marked, saved_steps
 from train.storage.folders import Folder
@@ -85,7 +85,7 @@ def find(options: Namespace) -> tuple[Model, cli.Given]:
     )
     if "data.path" in typed:
         check_exists(typed["data.path"].strip("\"'"))
-    trained = find_trained(options.model, options.settings)
+    trained = find_trained(options.model, options.settings, check_labelled)
     run, cfg = trained.run, trained.cfg
     if run is None or cfg is None:
         values: dict[str, Any] = {"eval_batch_size": BATCH_SIZE, "backend.precision": "fp32"}
@@ -97,6 +97,11 @@ def find(options: Namespace) -> tuple[Model, cli.Given]:
     values = dict(settings_of_run(run, cfg, typed, holds_out=holds_out))
     model = Model(trained, output, step_of(trained, run), holds_out)
     return model, settings_of(trained, typed, values, backend=cfg.backend.name)
+
+
+def check_labelled(cfg: TrainConfig) -> None:
+    """Check the rows of an evaluation, which reads none for training. Raises InputError."""
+    check_data(replace(cfg, data=EvaluatedConfig(**vars(cfg.data))))
 
 
 def step_of(trained: Trained, run: Folder) -> int | None:

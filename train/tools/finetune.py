@@ -196,7 +196,7 @@ def sentences(sample: Sample, reading: Reading, settings: Mapping[str, Any]) -> 
     if held_out:
         rows = f"rows: {sample.num_rows:,} for training; validation on {held_out}"
     lengths = [
-        f"{settings[key]} {unit}" + "s" * (settings[key] not in (1, "1"))
+        f"{settings[key]} {unit if str(settings[key]) == '1' else unit + 's'}"
         for key, unit in LENGTHS.items()
         if settings.get(key) not in (None, "null")
     ]

@@ -30,7 +30,7 @@ from train.config import (
     to_dict,
 )
 from train.data.random_bits import text_uniform
-from train.data.shards.format import FORMAT, DataManifest, read_manifest
+from train.data.shards.manifest import FORMAT, DataManifest, read_manifest
 from train.data.text.corpus import Corpus, open_corpus
 from train.data.text.coverage import (
     MOST_SAMPLES,
