@@ -379,6 +379,7 @@ class NoProof:
     """For functions that change nothing."""
 
     other_numbers = nullcontext
+    engine = SimpleNamespace(model=None, backend=SimpleNamespace(precision="fp32"))
 
     def begin(self):
         return None
