@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from train.config import ModelConfig, TrainConfig
 from train.data.batches.loader import Batch, Batches
 from train.data.batches.masking import IGNORE_INDEX
-from train.data.shards.format import SPLITS, Shard, TokenizerInfo, write_manifest, write_shard
+from train.data.shards.format import write_shard
+from train.data.shards.manifest import SPLITS, Shard, TokenizerInfo, write_manifest
 from train.data.shards.order import ShardSampler
 from train.data.text.packing import Rows
 from train.run import compose as cli

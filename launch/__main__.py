@@ -20,7 +20,7 @@ from launch.record import Job, Record
 from launch.schedulers import SETTINGS, scheduler
 from launch.values import line, paragraph
 from train.config import InputError, ShardsConfig, TrainConfig, plural
-from train.data.shards.format import DataManifest, read_manifest
+from train.data.shards.manifest import DataManifest, read_manifest
 from train.machine.console import say
 from train.run import compose as cli
 from train.run.command import add_import_flag, guarded

@@ -20,7 +20,7 @@ from train.config import (
 )
 from train.config.backend import check_backend
 from train.config.data import is_named
-from train.run.compose import quoted
+from train.run.names import quoted
 from train.storage.folders import is_s3, local_path, sha256_json
 from train.storage.hub_access import is_at_hub
 from train.storage.schema import FileName, Sha256

@@ -13,7 +13,7 @@ from launch.record import Job, Record, Submission
 from launch.schedulers import cluster_of, scheduler
 from launch.spec import Handle
 from train.config import InputError, ShardsConfig, TrainConfig, check, to_dict
-from train.data.shards.format import read_manifest
+from train.data.shards.manifest import read_manifest
 from train.run_folder.identity import check_is_run_folder
 from train.run_folder.outcome import STOP_FILE, read_outcome
 from train.storage.folders import is_s3, open_folder

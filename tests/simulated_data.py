@@ -13,10 +13,10 @@ import numpy as np
 from safetensors.numpy import save
 
 from train.config import S3Config
-from train.data.shards.format import (
+from train.data.shards.format import Rows
+from train.data.shards.manifest import (
     TOKENIZER_FILE,
     DataManifest,
-    Rows,
     Shard,
     TokenizerInfo,
     write_manifest,

@@ -4,7 +4,7 @@ import pytest
 from running import prepare_config, train_overrides
 
 from train.data.shards import cache, download, prefetch
-from train.data.shards.format import read_manifest
+from train.data.shards.manifest import read_manifest
 from train.tools import prepare
 
 

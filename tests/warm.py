@@ -10,10 +10,10 @@ from train.run.compose import load_config
 for name in (
     "launch.commands",
     "matplotlib.figure",
-    "torch.utils.tensorboard",
     "train.entry",
     "train.loop",
     "train.observe.card",
+    "train.observe.curves",
     "train.parallel.data",
     "train.parallel.ddp",
     "train.tasks.classify",

@@ -50,6 +50,7 @@ COMMANDS = {
     ),
 }
 
+COMPLETION = "--completion"
 ON_RANKS = ("train", "finetune", "bench", "evaluate")  # torchrun may start these
 
 
@@ -64,6 +65,8 @@ def main(arguments: list[str] | None = None) -> int:
     if first == "--version":
         say(f"baretrain {train.__version__}")
         return 0
+    if first == COMPLETION:
+        return run(first, words[1:])
     if first in ("--help", "-h"):
         show_commands()
         return 0
@@ -79,7 +82,9 @@ def main(arguments: list[str] | None = None) -> int:
 def run(command: str, arguments: list[str]) -> int:
     if command in ON_RANKS:
         die_with_torchrun()  # before the imports: the rank must end even during them
-    module, _ = COMMANDS[command]
+    module = "train.tools.completion"
+    if command != COMPLETION:
+        module, _ = COMMANDS[command]
     code: int = import_module(module).main(arguments)
     return code
 
@@ -93,6 +98,7 @@ def show_commands() -> None:
         *lines,
         "",
         "baretrain COMMAND --help explains a command.",
+        f"baretrain {COMPLETION} bash (or zsh) prints a script that completes commands and settings.",
     )
 
 

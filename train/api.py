@@ -338,11 +338,13 @@ def values(given: Iterable[str]) -> list[str]:
 
 
 def composed(command: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the complete settings that a command composes from these arguments."""
+    """Return the complete settings that a command composes from these arguments. Raises Failure if it fails."""
     words = [sys.executable, "-m", "train", command, *arguments, "--cfg=job"]
     env = processes.with_this_code(os.environ)
     ended = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
-    judged(ended.returncode, ended.stderr)
+    said = judged(ended.returncode, ended.stderr)
+    if ended.returncode != DONE:
+        raise Failure(said)
     settings: dict[str, Any] = yaml.safe_load(ended.stdout)
     return settings
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from train.config import InputError, TrainConfig, plural
 from train.machine import rank_setup
-from train.machine.console import say, use_console
+from train.machine.console import RESULT, note, say, use_console
 from train.machine.launched import launched
 from train.machine.runtime import search_rarely
 from train.machine.torchrun import end_torchrun, first_to
@@ -80,7 +80,7 @@ def attempt(cfg: TrainConfig) -> int:
         check_early(cfg, launch.world_size)
         ranks = plural(launch.world_size, "rank")
         # Importing torch takes several seconds.
-        say(f"starting {cfg.run_dir}: {ranks}", *how_it_learns(cfg), file=sys.stderr)
+        note(f"starting {cfg.run_dir}: {ranks}", *how_it_learns(cfg))
     rank_setup.prepare(launch, forks=cfg.data.num_workers > 0)
     search_rarely()  # garbage is collected rarely until `loop.run` has imported the task
     # Without this variable, transformers imports accelerate, if installed, which imports torch_xla. That wastes two
@@ -138,10 +138,10 @@ def code_of_end(cfg: TrainConfig, reason: str, step: int) -> int:
     if reason in ENDS:
         flags = cfg.s3.flags() if is_s3(cfg.run_dir) else []
         command = shlex.join([cfg.run_dir, *flags])
-        logger.info("%s at step %d: baretrain report %s", reason, step, command)
+        logger.log(RESULT, "%s at step %d: baretrain report %s", reason, step, command)
         return cli.DONE
     text = "stopped on %s at step %d with a checkpoint; the same command resumes the run"
-    logger.info(text, reason, step)
+    logger.log(RESULT, text, reason, step)
     if launched().is_under_torchrun:
         text = "torchrun reports exit code %d as a failure, but the run only stopped as requested"
         text += "; after a signal, torchrun ends with a traceback"

@@ -105,7 +105,8 @@ class Gathered:
 def ours(corpus: Corpus, *, masked: bool = False) -> Iterator[Tensor]:
     from train.data.batches.loader import Batches, MaskedRows
     from train.data.batches.masking import Masker
-    from train.data.shards.format import ShardSet, read_manifest
+    from train.data.shards.format import ShardSet
+    from train.data.shards.manifest import read_manifest
     from train.data.shards.order import ShardSampler
 
     manifest = read_manifest(corpus.path_of("ours"))

@@ -23,8 +23,9 @@ from train.tools import settings
 
 PAGE = ROOT / "docs" / "settings.md"
 COMMAND = "baretrain settings > docs/settings.md"
-KEY = re.compile(r"^\| `([^`]+)` \| ([^|]+) \| `(.*?)` \| (.*?) ?(?<!\\)\| (.*) \|$", re.MULTILINE)
-OPTION = re.compile(r"^\| `([^`]+)` \| ([^|]+) \|$", re.MULTILINE)
+# The key, its type, default, values and meaning.
+KEY = re.compile(r"^- `([^`]+)` \(([^`]+), default `(.*?)`(?:, (.*?))?\)<br>(.*)$", re.MULTILINE)
+OPTION = re.compile(r"^- `([^`]+)`: (.+)$", re.MULTILINE)
 # Of a value what it is, "The steps between saves", of a switch what true does, "Save ..."; behind a semicolon what null
 # and other special values do, "null uses all". FRAGMENT is what the comments were made of before.
 SENTENCE = {
@@ -116,7 +117,7 @@ def test_a_row_says_what_the_schema_says() -> None:
     rows = {row[0]: row[1:] for row in KEY.findall(PAGE.read_text())}
     assert rows["optim.lr"][:3] == ("number", "0.001", "above 0")
     assert rows["data.path"][1] == "..." and "s3://" in rows["data.path"][3]
-    assert rows["parallel.schedule"][2] == r"gpipe \| 1f1b \| interleaved"
+    assert rows["parallel.schedule"][2] == "gpipe | 1f1b | interleaved"
     assert rows["optim.betas"][:2] == ("list of numbers", "[0.9, 0.999]")
     assert rows["data.label_map"][0] == "table of texts"
     assert rows["corpus.datasets[].rows_per_document"][1] == "1"
@@ -132,5 +133,5 @@ def test_every_key_and_option_has_its_sentence() -> None:
         if FRAGMENT.search(text) or not form.fullmatch(text)
     ] == []
     # A budget: a new key is paid by one that goes, and this number stays or sinks.
-    assert len(rows) == len(re.findall(r"^\| `", keys, re.MULTILINE)) == 180
+    assert len(rows) == len(re.findall(r"^- `", keys, re.MULTILINE)) == 180
     assert [row[0] for row in OPTION.findall(options) if len(row[1]) < 8] == []

@@ -14,7 +14,7 @@ from running import train_config
 from train.data.batches import loader
 from train.data.batches.loader import Batches, MaskedRows, failure_of
 from train.data.batches.masking import IGNORE_INDEX
-from train.data.shards.format import read_manifest
+from train.data.shards.manifest import read_manifest
 from train.data.shards.order import PADDING, EvalOrder, ShardSampler
 from train.storage import atomic_io
 from train.tasks import build_task

@@ -9,7 +9,7 @@ from rejections import rejects
 from train.config import ShardsConfig, Unreachable
 from train.data.shards import cache
 from train.data.shards.cache import ShardCache, cache_dir
-from train.data.shards.format import Shard
+from train.data.shards.manifest import Shard
 from train.data.shards.order import ShardSampler
 from train.data.shards.prefetch import wanted_shards
 

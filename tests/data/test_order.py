@@ -308,3 +308,27 @@ def test_machines_share_the_validation_shards(machines, most):
     assert sorted({shard for part in parts for shard in part}) == used
     assert sum(map(len, parts)) <= len(used) + 2 * machines
     assert eval_shards(SHARD_ROWS, sample, [0], 2 * machines, num_shown=ROWS) == used
+
+
+@pytest.mark.parametrize("ranks", [range(32), range(8, 16)])
+@pytest.mark.parametrize("batch", [64, 128, 512])
+def test_a_resume_late_in_an_epoch_asks_first_for_the_shards_of_its_next_step(ranks, batch):
+    """One of 32 ranks of 1 TB in shards of 64 MiB; the bound is a shard for each row of a lane in a step."""
+    counts = [4096] * 15_000
+    consumed = batch * int(0.9 * sum(counts) // batch)
+    run = {"seed": 1, "global_batch_size": batch, "world_size": 32, "consumed_rows": consumed}
+    order = ShardSampler(counts, rank=ranks[0], machine_ranks=ranks, **run)
+    now = order.upcoming_shards()[0]
+    assert len(now) == len(set(now)) == order.window_shards * len(order.lanes_here)
+    epoch, step = order.position
+    slots = np.concatenate([order.indices_of(rank) for rank in ranks])
+    rows = order.epoch_order(epoch).rows(step, step + 3, slots)
+    needed = [set((rows[number] // 4096).ravel().tolist()) for number in range(3)]
+    for number in range(3):
+        until = set().union(*needed[: number + 1])
+        assert set(now[: len(until)]) == until
+    rows_of_lane = batch // order.lanes.number
+    assert len(needed[0]) <= len(order.lanes_here) * min(rows_of_lane, order.window_shards)
+    # Before the second micro batch of one row, only the shards of each rank's first row.
+    firsts = {int(rows[0][number]) // 4096 for number in range(0, len(slots), batch // 32)}
+    assert set(now[: len(firsts)]) == firsts

@@ -14,7 +14,8 @@ from tokenizers import Tokenizer
 
 from train.config import InputError
 from train.data.random_bits import text_uniform
-from train.data.shards.format import ShardSet, check_files, read_manifest
+from train.data.shards.format import ShardSet
+from train.data.shards.manifest import check_files, read_manifest
 from train.data.text import encoding, preparation, tokenizer
 from train.data.text.corpus import open_corpus
 from train.data.text.encoding import starts_of

@@ -15,7 +15,7 @@ from test_prepare import content
 from test_prepare import rejected as prepare_rejects
 
 from train.config import Failure
-from train.data.shards.format import check_files, read_manifest
+from train.data.shards.manifest import check_files, read_manifest
 from train.data.text import corpus_files, processes, tokenizer
 from train.data.text.documents import CorpusPart
 from train.data.text.preparation import state_name

@@ -15,7 +15,8 @@ from streaming import upload
 
 from train.config import S3Config, ShardsConfig
 from train.data.shards import format as shard_format
-from train.data.shards.format import ShardSet, map_tensors, read_manifest, write_shard
+from train.data.shards.format import ShardSet, map_tensors, write_shard
+from train.data.shards.manifest import read_manifest
 from train.data.shards.prepared import PreparedData
 from train.storage.folders import LocalFolder
 from train.tools import shards

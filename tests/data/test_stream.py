@@ -26,7 +26,7 @@ from train.config import ShardsConfig, TrainConfig, Unreachable
 from train.data.shards import cache, download, prefetch
 from train.data.shards.cache import ShardCache
 from train.data.shards.download import Downloader
-from train.data.shards.format import Shard, read_manifest
+from train.data.shards.manifest import Shard, read_manifest
 from train.data.shards.order import ShardSampler
 from train.data.shards.prefetch import Prefetcher
 from train.data.shards.prepared import TOKENIZER, PreparedData

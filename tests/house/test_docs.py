@@ -54,6 +54,14 @@ NEEDS = {
     "job": "a run that was launched, or is in progress",
     "minutes": ".ci/run or another test runs it",
 }
+WIDTH = 76  # columns
+COMPOSED = (
+    "train",
+    "prepare",
+    "compare",
+    "bench",
+    "launch",
+)  # commands whose settings need no data
 LANGUAGES = {"bash", "python", "text", "yaml", "json", "csv"}
 PLACEHOLDERS = re.compile(r"\b(RUN|DATA|MODEL|FOLDER|ADDRESS)\b|\.\.\.")
 FENCE = re.compile(r"^(?: *<!-- needs: ([^\n]*) -->\n)? *```([^\n]*)\n(.*?)^ *```$", re.S | re.M)
@@ -130,15 +138,18 @@ def lines(block: Block) -> list[str]:
 def only_read(page: str) -> Iterator[str]:
     """The commands of a page that are not run: of blocks that need something, and in sentences."""
     text = PAGES[page]
-    values = dict(re.findall(r'\b([A-Z])="([^"]+)"', text))
     marked = [each for each in BLOCKS[page] if each.language == "bash" and each.needs]
     inline = [" ".join(each.split()) for each in re.findall(r"`([^`]+)`", FENCE.sub("", text))]
     for line in [*(line for block in marked for line in lines(block)), *inline]:
-        line = re.sub(
-            r"\$([A-Z])\b", lambda found: values.get(found[1], values.get("T", "")), line
-        )
+        line = with_variables(line, text)
         if COMMAND.match(line) and "<" not in line and "|" not in line.partition("#")[0]:
             yield line
+
+
+def with_variables(line: str, text: str) -> str:
+    """The line with the values of its variables, which the page sets."""
+    values = dict(re.findall(r'\b([A-Z])="([^"]+)"', text))
+    return re.sub(r"\$([A-Z])\b", lambda found: values.get(found[1], values.get("T", "")), line)
 
 
 def parse(command: str) -> Program:
@@ -382,6 +393,44 @@ def test_files_and_functions_that_pages_and_comments_name_exist() -> None:
     named = {(page, *each) for page, text in texts.items() for each in NAMED.findall(text)}
     assert [each for each in named if not (ROOT / each[1]).is_file()] == []
     assert [each for each in named if each[2] and each[2] not in defined_in(each[1])] == []
+
+
+def test_commands_of_blocks_are_at_most_76_columns_wide() -> None:
+    """So wide is a block of the site. A setting may be wider, and results that stand beside commands."""
+    wide = [
+        (page, line)
+        for page, blocks in BLOCKS.items()
+        for block in blocks
+        if block.language in ("bash", "python") and page != "hardware"
+        for line in block.text.splitlines()
+        if len(line) > WIDTH and len(shlex.split(line.rstrip("\\"))) > 1
+    ]
+    assert wide == []
+
+
+HUB = [
+    (page, block) for page, blocks in BLOCKS.items() for block in blocks if "hub" in block.needs
+]
+
+
+@pytest.mark.parametrize(("page", "block"), HUB)
+def test_what_needs_the_hub_is_composed(page: str, block: Block, capsys) -> None:
+    """All that a run needs is there: nothing of REQUIRED is added."""
+    commands = [line for line in lines(block) if COMMAND.match(line)]
+    for line in commands if block.language == "bash" else ():
+        _, _, name, arguments = parse(with_variables(line, PAGES[page]))
+        at = arguments.index("--") if "--" in arguments else len(arguments)
+        for command, words in ((name, arguments[:at]), ("train", arguments[at + 1 :])):
+            if command in COMPOSED and any("=" in each for each in words):
+                assert run_command(command, [*words, "--cfg", "job"]) == 0, line
+                assert capsys.readouterr().out
+
+
+def test_the_readme_lists_the_pages_in_the_order_of_the_site() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1]
+    of_site = re.findall(r"(docs/[\w-]+\.md|CHANGELOG\.md|CONTRIBUTING\.md)$", nav, re.M)
+    listed = PAGES["README"].split("\n## Documentation\n")[1]
+    assert re.findall(r"\]\(([\w/-]+\.md)\)", listed) == of_site
 
 
 def test_how_it_works_is_short_and_has_every_way_of_gradients() -> None:

@@ -23,7 +23,9 @@ DATA = "random_bits files shards text batches records".split()
 LEVELS = [*PACKAGES[:-1], "loop", "entry", "tools", "__main__"]
 TOOLS = "train.tools train.observe.report train.observe.card train.observe.push".split()
 # Of train, without torch: exactly these, or what is in these.
-FOR_LAUNCH = "config machine storage run_folder run.command run.compose data.shards.format data.shards.order "
+FOR_LAUNCH = (
+    "config machine storage run_folder run.command run.compose run.names data.shards.manifest "
+)
 FOR_LAUNCH += "models.memory_estimate models.model_sizes observe.lines"
 FOR_LAUNCH = tuple(f"train.{package}" for package in FOR_LAUNCH.split())
 ONLY_IN = {  # heavy or device libraries, and the files that may import them
@@ -37,7 +39,7 @@ ONLY_IN = {  # heavy or device libraries, and the files that may import them
     "huggingface_hub": "observe/push observe/card storage/hub_access",
     "sklearn": "tasks/classify tasks/multilabel tasks/ner",
     "seqeval": "tasks/ner",
-    "hydra": "run/compose run/names",
+    "hydra": "run/overrides run/names",
     "mlflow": "observe/trackers",
     "wandb": "observe/trackers",
     "transformers": "data/text/tokenizer models/encoder models/network models/heads models/pretrained models/source",

@@ -29,7 +29,7 @@ def test_lines_name_the_stage_and_how_far_it_is(
         progress.begin(Phase("reading", 3_000_000, "bytes"))
         eventually(lambda: is_said("... reading (0 s)\n"))
         progress.advance(1_500_000)
-        eventually(lambda: is_said("... reading: 1.5 MB of 3.0 MB (0 s)\n"))
+        eventually(lambda: is_said("... reading: 1.5 MB of 3.0 MB, 50% (0 s)\n"))
         progress.begin(Phase("tokenising"))
         progress.advance(1234)
         eventually(lambda: is_said("... tokenising: 1,234 rows (0 s)\n"))

@@ -40,9 +40,9 @@ from train.config import (
 )
 from train.config.tasks import ClassifyConfig
 from train.data.files.data_sets import BUILDERS
+from train.data.records.data_sets import HubSource
 from train.data.records.formats import dataset_table, parquet_table
 from train.data.records.saved import load_saved
-from train.data.records.sources import HubSource
 from train.data.text.corpus import open_corpus
 from train.data.text.tokenizer import load_tokenizer
 from train.models.encoder import model_config, without_weights
@@ -603,7 +603,8 @@ def described(tmp_path, monkeypatch):
 
 def rows_of(folder):
     source = HubSource(RecordsConfig(path=str(folder), format="hub"), S3Config())
-    return source.load("train", folder.parent / "scratch")["text"][:]
+    (table,) = source.tables(["text"], folder.parent / "scratch")["train"]
+    return [row["text"] for _, row in table.rows()]
 
 
 def documents_of(folder, data_files=None):

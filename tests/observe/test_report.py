@@ -298,8 +298,8 @@ def test_best_and_last_scores_are_of_all_metrics_and_of_nothing_else(tmp_path):
 def test_the_cards_say_how_it_ended_how_good_and_how_fast(tmp_path):
     run = read(tmp_path / "run", whole_run(mfu=0.4321, cost_usd=1.5))
     assert {card.title: card.value for card in page.cards(run)} == {
-        "Outcome": "no end recorded",
         "Validation loss": "5.000",
+        "Outcome": "no end recorded",
         "Model": "albert",
         "Parameters": "123,456",
         "Tokens/s over the whole run": "4,096",
@@ -307,12 +307,73 @@ def test_the_cards_say_how_it_ended_how_good_and_how_fast(tmp_path):
         "Training time (h:mm:ss)": "0:00:20",
         "Cost": "$1.50",
     }
-    tuned = {"model": {"architecture": "albert", "pretrained": "runs/demo"}}
-    assert facts(read(tmp_path / "tuned", whole_run(), config=tuned))["Model"] == "runs/demo"
+    assert page.cards(run)[0].title == "Validation loss"
     # The loss of the tokens, without that of their order.
     ordered = [train_line(10), eval_line(10, mlm_loss=8.5), summary_line(10, 10)]
-    card = page.cards(read(tmp_path / "sop", ordered))[1]
+    card = page.cards(read(tmp_path / "sop", ordered))[0]
     assert (card.title, card.value) == ("Validation mlm loss", "8.500")
+
+
+@pytest.mark.parametrize(
+    ("pretrained", "name"),
+    [
+        ("runs/demo", "runs/demo"),
+        ("org/model", "org/model"),
+        ("/home/jane/models/minilm/", "models/minilm"),
+        ("s3://bucket/runs/demo/export", "runs/demo"),
+    ],
+)
+def test_a_model_has_its_name_and_not_the_path_to_it(tmp_path, pretrained, name):
+    tuned = {"model": {"architecture": "albert", "pretrained": pretrained}}
+    assert facts(read(tmp_path / "tuned", whole_run(), config=tuned))["Model"] == name
+
+
+def test_the_best_run_comes_first_with_the_settings_that_differ(tmp_path):
+    def learnt(name: str, *losses: float | None, **config: Any) -> report_run.Run:
+        lines = [eval_line(20 * number, loss=loss) for number, loss in enumerate(losses, 1)]
+        return read(tmp_path / name, [train_line(40), *lines, summary_line(40, 40)], config=config)
+
+    slow = learnt("slow", 5.0, 5.5)
+    fast = learnt("fast", 4.0, 4.5, optim={"name": "adamw", "lr": 0.01})
+    lost = learnt("lost", 3.0, None, optim={"name": "adamw", "lr": 0.1})
+    runs = [slow, fast, lost]
+    html = page.render(runs, tmp_path / "out").read_text()
+    words = shown(html)
+    assert "Best validation loss 4.500 · fast at step 40 optim.lr=0.01" in words
+    rates, last, best, outcome = page.top_rows(runs)[:4]
+    assert last[1:] == ["5.5000 at step 40", "4.5000 at step 40", "no number at step 40"]
+    assert best[3] == "3.0000 at step 20" and outcome[0] == "Outcome"
+    assert rates == ["optim.lr", "0.001", "0.01", "0.1"]
+    # Not of scores that cannot be compared, nor of a lucky seed.
+    assert page.best_of([slow, learnt("other", 1.0, task={"kind": "classify"})]) is None
+    assert page.best_of([slow, learnt("seed", 1.0, seed=1)]) is None
+    assert page.best_of([lost]) is None
+
+
+def test_the_page_shows_what_is_worth_most_and_folds_the_rest(tmp_path):
+    run = finished_run.write(tmp_path / "run", weights=30)
+    assert report_command.main([str(run)]) == 0
+    html = (run / "report" / "report.html").read_text()
+    shown_at_once = re.sub(r"<details.*?</details>", "", html, flags=re.S)
+    large = re.findall(r'<img alt="([^"]+)"', shown_at_once)
+    assert large == ["Training and validation loss", "Validation f1 macro"]
+    assert {"Throughput", "Learning rate"} <= {*re.findall(r'<img alt="([^"]+)"', html)}
+    words = shown(html)
+    assert words.index("Validation f1 macro 0.700") < words.index("Outcome")
+    assert words.count("Validation f1 macro 0.700") == 1
+    assert "Goodput" not in shown(shown_at_once).split("Details")[0]
+    assert "Padding" not in shown(shown_at_once)
+
+
+def test_a_class_that_is_never_found_has_a_remark(tmp_path):
+    run = finished_run.write(tmp_path / "run", weights=30)
+    assert report_command.main([str(run)]) == 0
+    assert "recall 0" not in shown((run / "report" / "report.html").read_text())
+    file = run / "evaluation.json"
+    file.write_text(file.read_text().replace('"recall": 0.8,', '"recall": 0.0,'))
+    assert report_command.main([str(run)]) == 0
+    html = shown((run / "report" / "report.html").read_text())
+    assert "validation: the model never finds neutral (0 of 30): recall 0" in html
 
 
 @pytest.mark.parametrize(
@@ -327,7 +388,7 @@ def test_the_cards_say_how_it_ended_how_good_and_how_fast(tmp_path):
 def test_the_outcome_says_why(tmp_path, outcome, value, note, tone):
     run = write_run(tmp_path / "run", whole_run())
     write_outcome(LocalFolder(run), Outcome(*outcome, checkpoint=None, goes_on=False))
-    card = page.cards(report_run.read_run(run))[0]
+    card = page.cards(report_run.read_run(run))[1]
     assert (card.value, card.tone) == (value, tone)
     assert any(line.startswith(note) for line in card.notes) and max(map(len, card.notes)) < 400
 
@@ -342,21 +403,21 @@ SAMPLE: dict[str, Any] = {"text": "a [1] text", "context": "", "answers": [ANSWE
 def test_data_evaluation_and_samples_of_a_run_are_shown(tmp_path):
     run = finished_run.write(tmp_path / "run", weights=30)
     (run / "samples.json").write_text(json.dumps({"step": 30, "samples": [SAMPLE]}))
-    card = page.cards(report_run.read_run(run))[1]
+    card = page.cards(report_run.read_run(run))[0]
     assert (card.title, card.value) == ("Validation f1 macro", "0.700")
     assert report_command.main([str(run)]) == 0
     html = (run / "report" / "report.html").read_text()
     for text in (
+        "Rows of the files 1,009 100",  # with those that are left out
         "Bad rows, left out 2 0",
         "Left out by data.label_map 7",
-        "Padding (share of all tokens, at least) 25.0% 37.5%",
         "positive 100 (10.0%) 20 (20.0%)",  # training first, whatever the file's order
         "Evaluation at step 20",
         "neutral 0.7000 0.8000 0.7467 30",
         "true, by predicted negative neutral positive negative 44 4 2 neutral 3 24 3",
         "accuracy 0.8100 0.6600",
         "tweets.csv:99: &lt;b&gt;?&lt;/b&gt;",
-        "a [1] text \u2717 [1] good bad · 75.0%",
+        "a [1] text \u2717 [1] true: good model: bad · 75.0%",
     ):
         assert text in shown(html)
     assert html.index("Curves") < html.index("Sample predictions") < html.index("Details")

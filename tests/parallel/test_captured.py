@@ -380,6 +380,7 @@ class NoProof:
 
     engine = SimpleNamespace(model=None, backend=SimpleNamespace(precision="fp32"))
     other_numbers = nullcontext
+    engine = SimpleNamespace(model=None, backend=SimpleNamespace(precision="fp32"))
 
     def begin(self):
         return None

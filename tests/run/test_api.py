@@ -3,6 +3,7 @@
 import datetime
 import io
 import json
+import subprocess
 import sys
 from decimal import Decimal
 from pathlib import Path
@@ -130,7 +131,13 @@ def test_an_interrupted_cell_has_saved_and_the_same_call_goes_on(
         assert (outcome["outcome"], outcome["checkpoint"]) == ("stopped", outcome["step"])
         reached.append(outcome["step"])
     assert 0 < reached[0] < reached[1]
-    assert f"step {reached[0] + 1}/" in cell.getvalue()
+
+
+def test_a_command_that_fails_before_it_starts_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = subprocess.CompletedProcess([], 1, "", "error: MemoryError: 3 GB")
+    monkeypatch.setattr(api.subprocess, "run", lambda *words, **options: ended)
+    with pytest.raises(api.Failure, match="MemoryError: 3 GB"):
+        api.train(["run_dir=run"])
 
 
 def test_runs_are_a_table_with_what_differs_and_their_scores(tmp_path: Path) -> None:

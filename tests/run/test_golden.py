@@ -20,7 +20,7 @@ from finetuning import squad, task_of
 from running import SYLLABLES, TINY, lines, prepare_config, run, write_corpus
 from saved_steps import step_folder, store_of
 
-from train.data.shards.format import read_manifest
+from train.data.shards.manifest import read_manifest
 from train.storage.folders import LocalFolder
 from train.tools import prepare
 

@@ -17,7 +17,8 @@ from transformers import AlbertConfig, AutoModelForMaskedLM, AutoTokenizer
 from train import loop
 from train.config import BackendConfig, HeadSize, InputError, TaskConfig
 from train.config.train import EarlyStopConfig
-from train.data.shards.format import ShardSet, read_manifest
+from train.data.shards.format import ShardSet
+from train.data.shards.manifest import read_manifest
 from train.models.encoder import MaskedLM
 from train.run import description
 from train.run.stopping import StopRequest

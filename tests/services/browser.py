@@ -37,16 +37,24 @@ def chromium() -> Iterator[Chrome]:
         window.quit()
 
 
-def show(browser: Chrome, page: Path | str, *, width: int, scheme: str = "light") -> None:
-    """Open a file or an address as a screen of `width` pixels shows it, `scheme` light or dark, everything unfolded."""
+def show(
+    browser: Chrome,
+    page: Path | str,
+    *,
+    width: int,
+    scheme: str = "light",
+    unfolds: bool = True,
+) -> None:
+    """Open a file or an address as a screen of `width` pixels shows it, `scheme` light or dark, and unfold it."""
     size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     feature = {"name": "prefers-color-scheme", "value": scheme}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
     browser.get(page if isinstance(page, str) else page.resolve().as_uri())
-    browser.execute_script(
-        "document.querySelectorAll('details').forEach(each => { each.open = true })"
-    )
+    if unfolds:
+        browser.execute_script(
+            "document.querySelectorAll('details').forEach(each => { each.open = true })"
+        )
 
 
 def take_picture(browser: Chrome, path: Path, *, height: int) -> None:
@@ -61,5 +69,5 @@ def take_picture(browser: Chrome, path: Path, *, height: int) -> None:
 
 if __name__ == "__main__":
     with chromium() as window:
-        show(window, Path(sys.argv[1]), width=1200)
-        take_picture(window, Path(sys.argv[2]), height=1135)
+        show(window, Path(sys.argv[1]), width=1200, unfolds=False)
+        take_picture(window, Path(sys.argv[2]), height=980)

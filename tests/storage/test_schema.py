@@ -17,7 +17,8 @@ from streaming import upload
 
 from train.checkpoints.manifest import Damaged, Manifest, OtherVersion
 from train.config import InputError
-from train.data.shards.format import ShardSet, map_tensors, parse_manifest, read_manifest
+from train.data.shards.format import ShardSet, map_tensors
+from train.data.shards.manifest import parse_manifest, read_manifest
 from train.run.saved import read_config
 from train.storage.checksums import sealed
 from train.storage.folders import LocalFolder, canonical_json, sha256_bytes

@@ -96,6 +96,33 @@ def test_of_a_pair_the_longer_text_is_cut_and_the_second_begins_behind_the_separ
     assert separators[0] < 8 and separators[1] > 16
 
 
+def test_the_fast_way_to_encode_gives_the_tokens_of_the_library(tokenizer, texts):
+    featurizer = ClassifyFeaturizer(tokenizer, seq_len=12)
+    first = [*texts[:40], "", "[SEP] [MASK]", "\U0001f600 \u0645", " ".join(texts[:9])]
+    for second in (None, first[::-1]):
+        fast = featurizer.encode_fast(first, second)
+        plain = featurizer.encode(first, second, truncation="longest_first").encodings
+        for name in ("ids", "type_ids", "special_tokens_mask"):
+            assert [getattr(each, name) for each in fast] == [
+                getattr(each, name) for each in plain
+            ]
+        assert [bool(each.overflowing) for each in fast] == [bool(e.overflowing) for e in plain]
+
+
+def test_a_special_token_that_the_tokenizer_makes_of_a_text_becomes_the_unknown_one(
+    tokenizer, texts
+):
+    """Whatever it makes of the name, as a vocabulary that has it does; other rows keep their tokens."""
+    featurizer = ClassifyFeaturizer(tokenizer, seq_len=64)
+    rows = {"text": [texts[0], texts[1], texts[2]], "label": [0, 0, 0]}
+    plain = featurizer.features(rows, [0, 1, 2], split="x")["input_ids"]
+    other = plain[1][2]
+    featurizer.stand_ins[other] = tokenizer.unk_token_id
+    replaced = featurizer.features(rows, [0, 1, 2], split="x")["input_ids"]
+    for before, after in zip(plain, replaced, strict=True):
+        assert after == [tokenizer.unk_token_id if token == other else token for token in before]
+
+
 def test_special_tokens_in_a_text_are_text(tokenizer):
     featurizer = ClassifyFeaturizer(tokenizer, seq_len=64)
     row = {"text": ["ba<pad>be [SEP] na[MASK] [CLS]"]}

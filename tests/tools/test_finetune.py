@@ -210,6 +210,7 @@ def test_the_same_rows_in_python_are_one_file(tmp_path, monkeypatch):
         (["data.columns.label=nosuch"], "no column nosuch"),
         (["nosuch=1"], "nosuch is not a setting"),
         (["task=nosuch"], "there is no such task"),
+        (["max_epochs=many"], "max_epochs=many: max_epochs must be a number or null"),
     ],
 )
 def test_what_is_wrong_is_one_line(words, says, texts, model, tmp_path, capsys):

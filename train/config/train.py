@@ -89,7 +89,8 @@ class TrainConfig(Section):
     max_epochs: float | None = setting(None, above=0)
     # The number of seconds after which this attempt saves a checkpoint and stops; None sets no limit.
     max_run_s: float | None = setting(None, above=0)
-    # The number of steps between lines in metrics.jsonl and on the console.
+    # The number of steps between lines in metrics.jsonl. The console shows one every ten seconds or more, unless
+    # log_every is on the command line.
     log_every: int = setting(10, above=0)
     # The number of steps between evaluations; None evaluates only at the end.
     eval_every: int | None = setting(500, above=0)

@@ -17,6 +17,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
@@ -26,6 +27,7 @@ SECRETS = re.compile(
     r"\w*(TOKEN|SECRET|PASSWORD|PASSWD|API_KEY|ACCESS_KEY|ACCESS_KEY_ID|JWT)", re.IGNORECASE
 )
 SHORTEST_SECRET = 8  # characters; a shorter value may be a part of ordinary words
+RESULT = logging.INFO + 1  # level of a message that --quiet leaves, although it is no warning
 CURSOR = re.compile(r"(?:[\r\n]|\x1b\[A)*")  # what tqdm begins its writes with
 
 
@@ -138,6 +140,23 @@ def say(*lines: object, file: TextIO | None = None, keep: str = "") -> None:
     print(*(visible(line, keep=keep) for line in lines), sep="\n", file=file, flush=True)
 
 
+@dataclass
+class Speech:
+    """The amount of what this command says, apart from warnings, its result and errors."""
+
+    is_quiet: bool = False  # it says nothing else
+    all_lines: bool = False  # the user has typed log_every, so each of its lines is said
+
+
+speech = Speech()
+
+
+def note(*lines: object) -> None:
+    """Print texts on what is being done on standard error, unless the command is to be quiet."""
+    if lines and not speech.is_quiet:
+        say(*lines, file=sys.stderr)
+
+
 @contextmanager
 def without_stdout() -> Iterator[None]:
     """Drop everything that this process prints to standard output in the block, from any thread or C++ library."""
@@ -176,7 +195,9 @@ def begin_program() -> None:
     os.umask(before if before & 0o002 else before | 0o022)
     use_console("stderr")
     use_console("stdout", drops=False)
+    speech.is_quiet = speech.all_lines = False
     logging.setLogRecordFactory(VisibleRecord)
+    logging.addLevelName(RESULT, "RESULT")
     warnings.formatwarning = one_warning
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from train.machine.console import say
+from train.machine.console import note
 
 FIRST_S, EVERY_S = 1.5, 10.0  # seconds until the first line, and between lines
 
@@ -27,10 +27,9 @@ class Phase:
         waited = f"{time.monotonic() - self.began_s:.0f} s"
         if not self.done:
             return f"{self.name} ({waited})"
-        if self.total is None:
-            total = ""
-        else:
-            total = f" of {self.amount(self.total)}"
+        total = ""
+        if self.total:
+            total = f" of {self.amount(self.total)}, {self.done / self.total:.0%}"
         return f"{self.name}: {self.amount(self.done)}{total} ({waited})"
 
     def amount(self, number: int) -> str:
@@ -64,7 +63,7 @@ def reported(*, speaks: bool = True) -> Iterator[None]:
             wait_s = EVERY_S
             with suppress(OSError, ValueError):  # standard error may be closed or full
                 if not (_phase.has_bar and sys.stderr.isatty()):
-                    say(f"... {_phase}", file=sys.stderr)
+                    note(f"... {_phase}")
 
     thread = threading.Thread(target=report, name="progress", daemon=True)
     if speaks:

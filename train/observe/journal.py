@@ -15,17 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from train.machine.console import RESULT, speech
 from train.observe.lines import read_back
 from train.observe.trackers import NO_CURVES
 from train.run_folder.outcome import ENDS
 from train.run_folder.run_folder import RunFolder, side_channel
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
+    from train.observe.curves import Curves
     from train.observe.trackers import Tracker
 
 logger = logging.getLogger("train")
+FIRST_PAUSE_S = 10.0  # between the first lines on training
 MOST_WAITING = 100  # if more lines are waiting to be written, training waits for the disk
 NO_CURVES_WRITTEN = "TensorBoard's files are not written"
 
@@ -51,7 +52,7 @@ class Journal:
             self.attempt += newest["attempt"]
             self.owes_summary = newest["kind"] != "summary"  # the previous attempt was killed
         folder.metrics.touch()
-        self.writer: SummaryWriter | None = None
+        self.curves: Curves | None = None
         self.waiting: deque[tuple[dict[str, Any], Callable[[], None]]] = deque()
         self.has_lines, self.writing, self.is_closed = threading.Event(), threading.Lock(), False
         self.thread = threading.Thread(target=self._write_beside, name="journal", daemon=True)
@@ -113,16 +114,16 @@ class Journal:
         if not self.tensorboard:
             return
         self.tensorboard = False  # unless it succeeds
-        if self.writer is None:
-            # This import is slow: the first step must not wait for it.
-            from torch.utils.tensorboard import SummaryWriter
+        if self.curves is None:
+            # The first step must not wait for this import.
+            from train.observe.curves import Curves
 
-            self.folder.tensorboard.mkdir(parents=True, exist_ok=True)
-            place = str(self.folder.tensorboard)
-            self.writer = SummaryWriter(place, purge_step=self.first_step)
+            self.curves = Curves(self.folder.tensorboard, first_step=self.first_step)
+        scalars = {}
         for name, value in line.items():
             if name not in NO_CURVES:
-                self.writer.add_scalar(f"{line['kind']}/{name}", value, line["step"])
+                scalars[f"{line['kind']}/{name}"] = value
+        self.curves.add(scalars, step=line["step"], time_unix_s=line["time_unix_s"])
         self.tensorboard = True
 
     def close(self, error: BaseException | None = None) -> None:
@@ -134,9 +135,9 @@ class Journal:
             with self.folder.logging_failures():
                 self.folder.lines.append()
         self.folder.lines.close()
-        if self.writer is not None:
+        if self.curves is not None:
             with side_channel(NO_CURVES_WRITTEN):
-                self.writer.close()
+                self.curves.close()
         if error is not None and not isinstance(error, Exception):
             return  # after a second signal, the process exits now
         status = "KILLED"
@@ -167,33 +168,46 @@ class RunConsole:
             initial=step,
             unit="step",
             dynamic_ncols=True,
-            disable=None if is_first_rank else True,  # None: unless the output is a terminal
+            # None: unless the output is a terminal
+            disable=None if is_first_rank and not speech.is_quiet else True,
         )
+        self.due_s = 0.0  # of this attempt's seconds in steps: when the next line is due
 
     def train(self, line: dict[str, Any]) -> None:
-        step = line["step"]
-        left_s = round((self.total_steps - step) * line["step_s"])
+        step, spent_s = line["step"], line["train_s"]
+        left_s = (self.total_steps - step) * line["step_s"]
+        shown = {"loss": f"{line['loss']:.3f}", "tokens/s": f"{line['tokens_per_s']:,.0f}"}
+        if "mfu" in line:
+            shown["mfu"] = f"{line['mfu']:.1%}"
+        self.bar.set_postfix(shown, refresh=False)
+        if spent_s < self.due_s and left_s > 0 and not speech.all_lines:
+            return
+        self.due_s = spent_s + pause_s(spent_s, left_s)
         parts = [
             f"step {step:{self.width}}/{self.total_steps}",
             f"{step / self.total_steps:4.0%}",
-            f"left {timedelta(seconds=left_s)}",
+            f"left {timedelta(seconds=round(left_s))}",
             f"loss {line['loss']:7.4f}",
             f"lr {line['lr']:.2e}",
             f"grad {line['grad_norm']:6.3f}",
             f"{line['tokens_per_s']:9,.0f} tokens/s",
         ]
-        shown = {"loss": f"{line['loss']:.3f}", "tokens/s": f"{line['tokens_per_s']:,.0f}"}
         if "mfu" in line:
             parts.append(f"mfu {line['mfu']:5.1%}")
-            shown["mfu"] = f"{line['mfu']:.1%}"
         parts.append(f"data wait {line['data_wait_s'] / (line['step_s'] * line['steps']):4.0%}")
         if "compile_s" in line:
             parts.append(f"compiled {line['compile_s']:.1f} s")
-        self.bar.set_postfix(shown, refresh=False)
         logger.info("  ".join(parts))
 
     def evaluation(self, step: int, metrics: dict[str, float], eval_s: float) -> None:
-        logger.info(f"step {step:{self.width}} {evaluation_words(metrics, eval_s)}")
+        level = RESULT if step == self.total_steps else logging.INFO
+        logger.log(level, f"step {step:{self.width}} {evaluation_words(metrics, eval_s)}")
+
+
+def pause_s(spent_s: float, left_s: float) -> float:
+    """Return the seconds until the next line on training: 10 at first, later more, for at most some 200 lines."""
+    rarer_s = min(spent_s / 8, (spent_s + left_s) / 150)
+    return max(FIRST_PAUSE_S, rarer_s)
 
 
 def evaluation_words(metrics: dict[str, float], eval_s: float) -> str:

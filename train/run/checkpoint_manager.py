@@ -18,6 +18,7 @@ from train.checkpoints.manifest import Damaged, Manifest, NoneValid, Progress, c
 from train.checkpoints.retention import best
 from train.checkpoints.saver import MAX_WAIT_S, AsyncSaver, Saved, SavesFail
 from train.config import NotPermitted, TrainConfig, flat, plural
+from train.machine.console import RESULT
 from train.machine.environment import versions
 from train.observe.metrics import Recorder, Window
 from train.parallel.optim import check_continues
@@ -308,7 +309,7 @@ class CheckpointManager:
         else:
             step = progress.step
             why = f"the last; checkpoint.best=true exports the best by best.metric={by}"
-        logger.info("the export has the weights of step %d, %s", step, why)
+        logger.log(RESULT, "the export has the weights of step %d, %s", step, why)
         return step, progress.chosen.get(str(step)) or chosen_at(step, manifests)
 
     def _restore_best(self, manifests: dict[int, Manifest]) -> int:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import train
 from train.config import Failure, InputError, S3Config, Unreachable
-from train.machine.console import begin_program, printable, say, trace_of
+from train.machine.console import begin_program, printable, say, speech, trace_of
 from train.machine.torchrun import first_to, leave_rejection
 from train.storage import imported
 
@@ -109,6 +109,13 @@ def add_import_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         imported.FLAG, dest=argparse.SUPPRESS, action=Import, metavar="FILE.py", help=text
     )
+
+
+class Quiet(argparse.Action):
+    """The action of --quiet."""
+
+    def __call__(self, *_: object) -> None:
+        speech.is_quiet = True
 
 
 def add_s3_flags(parser: argparse.ArgumentParser, *, caches: bool = True) -> None:

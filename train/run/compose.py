@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import copy
-import functools
 from argparse import Namespace
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, TypeVar, get_type_hints
 
-from hydra import compose, initialize_config_module
-from hydra.conf import HydraConf
-from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
@@ -34,12 +27,11 @@ from train.config import (
     XLAConfig,
     check,
     check_choice,
-    check_printable,
     check_values,
     flatten,
     leaves,
 )
-from train.machine.console import say
+from train.machine.console import say, speech
 from train.parallel.optim import OPTIMIZERS, SCHEDULES
 from train.run.command import (
     DONE,
@@ -48,10 +40,11 @@ from train.run.command import (
     REJECTED,
     STOPPED,
     Parser,
+    Quiet,
     command_parser,
     guarded,
 )
-from train.run.help import OWN_OPTIONS, Schema, groups, settings_help, type_name, walk
+from train.run.help import Schema, groups, settings_help, type_name, walk
 from train.run.names import SELECTORS, close_to, opened, quoted
 from train.run.precedence import of_fine_tuning, options_of_weights, over_recipe
 from train.tasks import TASKS
@@ -92,20 +85,6 @@ def schemas() -> list[Schema]:
         *(("optim", name, spec.settings) for name, spec in OPTIMIZERS.items()),
         *SCHEMAS,
     ]
-
-
-@functools.cache
-def register(configs: tuple[tuple[type, str], ...], options: tuple[Schema, ...]) -> None:
-    """Register dataclasses with Hydra: as the schemas of files in conf/, or as the options in OWN_OPTIONS."""
-    store = ConfigStore.instance()
-    # Composing Hydra's own options as well, which nothing here reads, would take half as long again.
-    store.store(group="hydra", name="config", node=HydraConf(defaults=[]))
-    for schema, file in configs:
-        store.store(name=f"{file}_schema", node=schema)
-    for group, name, node in options:
-        store.store(
-            group=group, name=name if (group, name) in OWN_OPTIONS else f"{name}_schema", node=node
-        )
 
 
 def add_schema(schema: type, name: str, options: Sequence[tuple[str, str, type]]) -> None:
@@ -151,15 +130,17 @@ def compose_config(
     schema: type, overrides: Sequence[str], values: Mapping[str, Any] | None = None
 ) -> DictConfig:
     """Compose the settings and check names, options and types; values may still be missing."""
+    from train.run.overrides import parsed  # imported here: --help needs no Hydra
+
     overrides, named = opened(overrides)
     for override in overrides:
-        check_override(schema, override)
+        check_override(schema, override, *parsed(override))
     options, settings = options_and_settings(overrides, groups(CONFIGS[schema]))
-    typed = dict(flatten({each.partition("=")[0]: parsed(each).value() for each in overrides}))
+    typed = dict(flatten({each.partition("=")[0]: parsed(each)[1] for each in overrides}))
     composed = compose_base(schema, options, {**(values or {}), **typed})
     update(composed, values or {}, adds=True)
     for override in settings:
-        set_value(composed, schema, override)
+        set_value(composed, schema, override, *parsed(override))
     update(composed, over_recipe(typed, groups(CONFIGS[schema])))
     update(composed, of_fine_tuning(composed))
     for key, value in named.items():
@@ -177,14 +158,16 @@ def options_and_settings(
 
     Raises InputError if two choose different options of a group.
     """
+    from train.run.overrides import parsed
+
     options: dict[str, str] = {}
     settings = []
     for override in overrides:
-        read = parsed(override)
-        if read.key_or_group not in known or isinstance(read.value(), dict):
+        key, value = parsed(override)
+        if key not in known or isinstance(value, dict):
             settings.append(override)
             continue
-        first = options.setdefault(read.key_or_group, override)
+        first = options.setdefault(key, override)
         check(first == override, f"{first} and {override} choose the same thing; give one of them")
     return options, settings
 
@@ -193,6 +176,8 @@ def compose_base(
     schema: type, options: Mapping[str, str], values: Mapping[str, Any]
 ) -> DictConfig:
     """Compose the schema's file in conf/ with the chosen options, and those that follow from the other `values`."""
+    from train.run.overrides import compose_options
+
     # Hydra has no syntax for "no option of this group". It is the default of groups that accept null.
     chosen = [override for override in options.values() if not override.endswith("=null")]
     if values.get("model.pretrained") is not None:
@@ -207,10 +192,8 @@ def update(composed: DictConfig, values: Mapping[str, Any], *, adds: bool = Fals
         OmegaConf.update(composed, key, value, force_add=adds)
 
 
-def set_value(composed: DictConfig, schema: type, override: str) -> None:
+def set_value(composed: DictConfig, schema: type, override: str, key: str, value: Any) -> None:
     """Set what an override names. Raises InputError if there is no such setting, or if it has another type."""
-    read = parsed(override)
-    key, value = read.key_or_group, read.value()
     given = dict(leaves(value, key))
     group = key.partition(".")[0]
     selector = SELECTORS.get(group)
@@ -226,47 +209,8 @@ def set_value(composed: DictConfig, schema: type, override: str) -> None:
         raise InputError(error_text(error, schema, override)) from error
 
 
-@functools.lru_cache(maxsize=32)
-def compose_options(
-    name: str,
-    options: tuple[str, ...],
-    configs: tuple[tuple[type, str], ...],
-    known: tuple[Schema, ...],
-) -> DictConfig:
-    """Compose conf/`name`.yaml with options of its groups: most of the time, so a process does it once for each choice.
-
-    Callers copy the result. `configs` and `known` are those of `register`.
-    """
-    register(configs, known)
-    try:
-        with initialize_config_module("conf", version_base="1.3"):
-            return compose(name, overrides=list(options))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise InputError(" ".join(str(error).split())) from error
-
-
-@functools.lru_cache(maxsize=1024)
-def parsed(override: str) -> Override:
-    """Parse an override. Raises HydraException."""
-    return OverridesParser.create().parse_override(override)
-
-
-def check_override(schema: type, override: str) -> None:
-    """Raise InputError unless an override is key=value with a known key and option of a group."""
-    try:
-        read = parsed(override)
-        chosen = read.value()
-    except HydraException as error:
-        check_printable(override)
-        quoting = "quote a value with special characters: 'key=\"...\"'"
-        raise InputError(f"{override} is not key=value; {quoting}") from error
-    key = read.key_or_group
-    is_plain = read.type is OverrideType.CHANGE and read.package is None and key != ""
-    check(is_plain, f"{override} is not key=value")
-    check(
-        not read.is_sweep_override(),
-        f"{override} has several values, but sweeps are not supported: start one run for each; a list is [a,b]",
-    )
+def check_override(schema: type, override: str, key: str, chosen: Any) -> None:
+    """Raise InputError unless the key and, of a group, the option of an override are known."""
     listed = groups(CONFIGS[schema])
     top = key.partition(".")[0]
     if top not in listed and all(top != item.name for item in fields(schema)):
@@ -348,6 +292,9 @@ def settings_parser(
         "settings", nargs="*", metavar="key=value", help="settings, without dashes; see below"
     )
     parser.add_argument(
+        "--quiet", nargs=0, action=Quiet, help="print only warnings, errors and the result"
+    )
+    parser.add_argument(
         "--cfg", choices=("job",), help="print all settings, as they would be used, and stop"
     )
     return parser
@@ -374,6 +321,7 @@ def run(
                 f"{flag} is not a flag; see --help. Settings have no dashes: key=value"
             )
         keys = {override.partition("=")[0] for override in options.settings}
+        speech.all_lines = "log_every" in keys
         first, known = given(options) if callable(given) else (given, {})
         values = {key: value for key, value in known.items() if key not in keys}
         overrides = [each for each in first if each.partition("=")[0] not in keys]

@@ -64,7 +64,8 @@ def batch_remarks(plan: Plan, task: Task, backend: Backend) -> list[str]:
     ranks = f"{world.num_machines} x {world.local_size} ranks"
     device = f"{backend.name} on {backend.device_name}, {backend.precision}"
     steps = f"{plan.global_batch_size} sequences per step ({sizes})"
-    remarks = [f"{device}: {ranks}, {steps}", task.summary()]
+    rows = f"{task.train_rows:,} rows for training, {task.eval_rows:,} for validation"
+    remarks = [f"{device}: {ranks}, {steps}", rows, task.summary()]
     left = task.train_rows % plan.global_batch_size
     if left:
         remarks.append(

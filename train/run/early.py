@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict
 
 from train.config import RecordsConfig, TrainConfig, check
@@ -21,36 +22,56 @@ def check_early(cfg: TrainConfig, world_size: int) -> None:
         location = getattr(cfg.model, key)
         if location is not None:
             check_model(f"model.{key}", location)
-    # A task of the user's own may read its data in other ways.
-    is_own = not spec_of(cfg.task).module.startswith("train.tasks.")
-    if is_s3(cfg.data.path) or is_own:
+    check_data(cfg)
+
+
+def check_data(cfg: TrainConfig) -> None:
+    """Check that local files exist, and that rows have the columns that the task reads. Raises InputError."""
+    if is_s3(cfg.data.path) or is_own(cfg):
         return
     if isinstance(cfg.data, RecordsConfig):
         check_rows(cfg, cfg.data)
     else:
-        from train.data.shards.format import read_manifest
+        from train.data.shards.manifest import read_manifest
 
         read_manifest(local_path(cfg.data.path))
 
 
-def check_rows(cfg: TrainConfig, data: RecordsConfig) -> None:
-    """Check that the files of rows exist, and that their first rows have the columns that the task reads."""
+def is_own(cfg: TrainConfig) -> bool:
+    """Return whether the task is the user's own, which may read its data in other ways."""
+    return not spec_of(cfg.task).module.startswith("train.tasks.")
+
+
+def check_new_rows(cfg: TrainConfig, named: Collection[str]) -> None:
+    """Check the file of new rows, which may lack the target unless its key is in `named`. Raises InputError."""
+    from train.data.records.sources import of_new_rows
+
+    assert isinstance(cfg.data, RecordsConfig)
+    if not is_s3(cfg.data.path) and not is_own(cfg):
+        optional = {spec_of(cfg.task).target} - set(named)
+        check_rows(cfg, of_new_rows(cfg.data, cfg.data.path), optional)
+
+
+def check_rows(cfg: TrainConfig, data: RecordsConfig, optional: Collection[str] = ()) -> None:
+    """Check that the files of rows exist, and that their first rows have the columns that the task reads.
+
+    The columns of the `optional` keys may be missing.
+    """
     check_exists(data.path)
     if not local_path(data.path).exists():
         return  # it is a Hub id
-    # The first module takes a second to import.
     from train.data.records.examples import with_columns
     from train.data.records.sources import layout, open_source
 
     if layout(data, cfg.s3) != "files":
         return
     spec = spec_of(cfg.task)
+    keys = [key for key in (*spec.inputs, spec.target) if key not in optional]
     with scratch_folder() as scratch:
         for parts in open_source(data, cfg.s3).tables((), scratch).values():
             for table in parts:
                 columns = asdict(table.keys or data.columns)
-                read = {key: columns[key] for key in (*spec.inputs, spec.target)}
-                with_columns({key: name for key, name in read.items() if name}, table)
+                with_columns({key: columns[key] for key in keys if columns[key]}, table)
 
 
 def check_exists(location: str) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import yaml
-from hydra.core.override_parser.types import Quote, QuotedString
 
 from train.config import check
 
@@ -121,6 +120,9 @@ def close_to(name: str, keys: Collection[str]) -> str:
 
 def quoted(text: str) -> str:
     """Quote the value of an override, so that Hydra reads all of it as text except references (${...})."""
+    # imported here: --help needs no Hydra
+    from hydra.core.override_parser.types import Quote, QuotedString
+
     return QuotedString(text, Quote.double).with_quotes()
 
 

@@ -36,7 +36,7 @@ from train.config import (
     to_dict,
 )
 from train.machine import host
-from train.machine.console import LogFormatter, say
+from train.machine.console import RESULT, LogFormatter, say, speech
 from train.machine.environment import environment
 from train.machine.launched import launched
 from train.machine.processes import age_s
@@ -306,7 +306,10 @@ def set_up_logging(path: Path | None, *, may_write: Callable[[], bool] = lambda:
     root.setLevel(logging.INFO)
     root.propagate = False
     terminal = TerminalHandler(sys.stderr)
-    terminal.setLevel(logging.INFO if launched().rank == 0 else logging.ERROR)
+    level = logging.ERROR
+    if launched().rank == 0:
+        level = RESULT if speech.is_quiet else logging.INFO
+    terminal.setLevel(level)
     terminal.setFormatter(LogFormatter("%(message)s"))
     root.handlers = [terminal]
     if path is not None:

@@ -16,7 +16,8 @@ from train.config.tasks import ClassifyConfig
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.files.errors import BadRow
 from train.data.records.featurizer import Featurizer
-from train.data.records.kinds import STRING, Row, RowKind
+from train.data.records.kinds import STRING, RowKind
+from train.data.records.row import Row
 from train.data.records.table_facts import column
 from train.data.records.token_rows import TokenRows
 from train.models.heads import names_of_head
@@ -59,7 +60,7 @@ class ClassifyFeaturizer(Featurizer):
         self, rows: dict[str, list], indices: list[int], *, split: str
     ) -> dict[str, list]:
         texts = rows["text"], rows.get("text_pair")
-        encoded = self.encode(*texts, truncation="longest_first").encodings
+        encoded = self.encode_fast(*texts)
         self.count_cut(split, encoded, *texts)
         return {
             **self.columns(split, encoded, indices),

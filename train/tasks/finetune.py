@@ -16,7 +16,13 @@ import numpy as np
 from datasets import concatenate_datasets
 from torch import Tensor, nn
 
-from train.config import DataParallelConfig, EvaluatedConfig, RecordsConfig, TrainConfig
+from train.config import (
+    DataParallelConfig,
+    EvaluatedConfig,
+    RecordsConfig,
+    TrainConfig,
+    shortlist,
+)
 from train.data.batches.buckets import Buckets
 from train.data.random_bits import EVAL_STREAM, hash_uniform
 from train.data.records.featurizer import Featurizer
@@ -274,6 +280,8 @@ class TextTask(Task):
             f"in training at least {self.facts['padding_share']:.1%} of the tokens are padding"
         )
         line = f"batches of {lengths} tokens (data.lengths={self.data.lengths}); {padding}"
+        if self.labels:
+            line = f"{len(self.labels)} classes: {shortlist(self.labels)}; {line}"
         return "; ".join([line, *self.cut_rows()])
 
     def cut_rows(self) -> Iterator[str]:

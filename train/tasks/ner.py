@@ -25,7 +25,8 @@ from train.data.batches.masking import IGNORE_INDEX
 from train.data.files.errors import BadRow
 from train.data.records.conll import TAG
 from train.data.records.featurizer import Featurizer
-from train.data.records.kinds import NUMBERS, STRING, Row, RowKind
+from train.data.records.kinds import NUMBERS, STRING, RowKind
+from train.data.records.row import Row
 from train.data.records.spans import words_of
 from train.data.records.table_facts import column
 from train.data.records.token_rows import Lists

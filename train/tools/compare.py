@@ -15,7 +15,7 @@ from typing import NamedTuple
 from train.config import InputError, TrainConfig, check, to_dict
 from train.config.train import VARIANTS, CompareConfig
 from train.machine import processes
-from train.machine.console import say
+from train.machine.console import say, speech
 from train.observe.report.texts import printable
 from train.run import compose as cli
 from train.run.command import DONE, FAILED, STOPPED
@@ -178,6 +178,7 @@ def run_variant(variant: Variant, num_ranks: int) -> str:
     if num_ranks > 1:
         command += ["-m", "train.machine.local_torchrun", f"--nproc-per-node={num_ranks}"]
     command += ["-m", "train", *imported.flags(), *variant.overrides]
+    command += ["--quiet"] * speech.is_quiet
     folder = open_folder(variant.location, variant.cfg.s3)
     before = read_outcome(folder)
     say(f"{variant.name}: python {shlex.join(command[1:])}")

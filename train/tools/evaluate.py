@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,13 +27,13 @@ from train.config import (
     shortlist,
 )
 from train.machine import rank_setup
-from train.machine.console import say
+from train.machine.console import note, say
 from train.machine.launched import launched
 from train.machine.runtime import search_rarely
 from train.machine.torchrun import end_torchrun
 from train.run import compose as cli
 from train.run.command import printable
-from train.run.early import check_exists
+from train.run.early import check_data, check_exists
 from train.run.saved import WHERE, read_data
 from train.run_folder.exported import is_outdated, marked, saved_steps
 from train.storage.folders import Folder
@@ -86,7 +85,7 @@ def find(options: Namespace) -> tuple[Model, cli.Given]:
     )
     if "data.path" in typed:
         check_exists(typed["data.path"].strip("\"'"))
-    trained = find_trained(options.model, options.settings)
+    trained = find_trained(options.model, options.settings, check_labelled)
     run, cfg = trained.run, trained.cfg
     if run is None or cfg is None:
         values: dict[str, Any] = {"eval_batch_size": BATCH_SIZE, "backend.precision": "fp32"}
@@ -98,6 +97,11 @@ def find(options: Namespace) -> tuple[Model, cli.Given]:
     values = dict(settings_of_run(run, cfg, typed, holds_out=holds_out))
     model = Model(trained, output, step_of(trained, run), holds_out)
     return model, settings_of(trained, typed, values, backend=cfg.backend.name)
+
+
+def check_labelled(cfg: TrainConfig) -> None:
+    """Check the rows of an evaluation, which reads none for training. Raises InputError."""
+    check_data(replace(cfg, data=EvaluatedConfig(**vars(cfg.data))))
 
 
 def step_of(trained: Trained, run: Folder) -> int | None:
@@ -129,7 +133,7 @@ def settings_of_run(
         names += [name for name in WHERE if name in own]
         if launched().rank == 0:
             where = f"{printable(run.location)}/config.yaml names data.path={printable(str(own['path']))}"
-            say(f"{where}, which is read; data.path=... reads other data", file=sys.stderr)
+            note(f"{where}, which is read; data.path=... reads other data")
     if isinstance(cfg.data, RecordsConfig):
         if not is_new:
             names += OWN_ROWS
@@ -241,10 +245,7 @@ def report(cfg: TrainConfig, model: Model, result: Evaluated) -> None:
     if world_size > 1:
         ranks = f", {world_size} ranks"
     where = f"{result.precision} on {result.device}{ranks}"
-    say(
-        f"{location}: {result.rows:,} validation rows of data.path={cfg.data.path}, {where}",
-        file=sys.stderr,
-    )
+    note(f"{location}: {result.rows:,} validation rows of data.path={cfg.data.path}, {where}")
     step = ""
     if model.step is not None:
         step = f"step {model.step} "

@@ -7,7 +7,6 @@ prints the `baretrain train` command with the same settings.
 from __future__ import annotations
 
 import shlex
-import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from train import entry
-from train.config import RecordsConfig, S3Config, TrainConfig, check, flatten, plural, shortlist
-from train.machine.console import say
+from train.config import RecordsConfig, S3Config, TrainConfig, check, flatten, shortlist
+from train.machine.console import note, say, speech
 from train.machine.launched import launched
 from train.machine.torchrun import end_torchrun
 from train.run import compose as cli
@@ -82,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
         found.append((options, [*words, *options.settings]))
         for line in assumed.says:
             if launched().rank == 0:
-                say(line, file=sys.stderr)
+                note(line)
         return words, {}
 
     def act(cfg: TrainConfig) -> int:
@@ -107,10 +106,12 @@ def train(cfg: TrainConfig) -> int:
 
         write_report([cfg.run_dir], cfg.s3, output=None)
         run = shlex.join([cfg.run_dir, *cfg.s3.flags()])
-        say(
+        following = [
             f"predict: baretrain predict {run} data.path=NEW.csv --output answers.csv",
             f"compare: baretrain report {run} OTHER_RUN",
-        )
+        ]
+        if not speech.is_quiet:
+            say(*following)
     return code
 
 
@@ -161,7 +162,8 @@ def look(options: Namespace) -> Assumed:
     if "micro_batch_size" in texts:
         del settings["global_batch_size"]
     assumed = {key: value for key, value in settings.items() if key not in texts}
-    return Assumed(assumed, sentences(sample, reading, {**assumed, **texts}))
+    plain = {key: text.strip("\"'") for key, text in texts.items()}
+    return Assumed(assumed, sentences(sample, reading, {**assumed, **plain}))
 
 
 def batch_size_for(num_rows: int) -> int:
@@ -194,7 +196,7 @@ def sentences(sample: Sample, reading: Reading, settings: Mapping[str, Any]) -> 
     if held_out:
         rows = f"rows: {sample.num_rows:,} for training; validation on {held_out}"
     lengths = [
-        plural(float(settings[key]), unit)
+        f"{settings[key]} {unit if str(settings[key]) == '1' else unit + 's'}"
         for key, unit in LENGTHS.items()
         if settings.get(key) not in (None, "null")
     ]

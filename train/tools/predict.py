@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from tqdm import tqdm
 
 from train.config import InputError, RecordsConfig, TrainConfig, check, plural, shortlist
-from train.machine.console import say
+from train.machine.console import say, speech
 from train.machine.launched import launched
 from train.run import compose as cli
-from train.run.early import check_exists
+from train.run.early import check_exists, check_new_rows
 from train.storage.atomic_io import open_whole
 from train.storage.folders import disk_errors, is_s3, local_path
 from train.tasks import TASKS, spec_of
@@ -269,7 +269,9 @@ def find(options: Namespace) -> tuple[Trained, Path | None, cli.Given]:
     )
     if "data.path" in typed:
         check_exists(typed["data.path"].strip("\"'"))
-    trained = find_trained(options.model, options.settings)
+    trained = find_trained(
+        options.model, options.settings, lambda cfg: check_new_rows(cfg, columns_in(typed))
+    )
     task = task_of(trained, typed)
     check(
         bool(TASKS[task].inputs),
@@ -283,6 +285,12 @@ def find(options: Namespace) -> tuple[Trained, Path | None, cli.Given]:
     return trained, output, settings_of(trained, typed, values, backend="ddp")
 
 
+def columns_in(typed: Mapping[str, str]) -> list[str]:
+    """Return the keys of data.columns that the user typed; the data must have these columns."""
+    prefix = "data.columns."
+    return [key.removeprefix(prefix) for key in typed if key.startswith(prefix)]
+
+
 def predict(cfg: TrainConfig, options: Namespace, trained: Trained, output: Path | None) -> int:
     assert isinstance(cfg.data, RecordsConfig)
     is_here = cfg.backend.name in ("auto", "ddp")
@@ -292,9 +300,7 @@ def predict(cfg: TrainConfig, options: Namespace, trained: Trained, output: Path
     from train.tasks.predictor import Predictor, trained_task
 
     task = trained_task(trained.source, cfg.seq_len, cfg.task)
-    prefix = "data.columns."
-    typed = typed_keys(options.settings)
-    named = [key.removeprefix(prefix) for key in typed if key.startswith(prefix)]
+    named = columns_in(typed_keys(options.settings))
     chunks = in_chunks(read_rows(cfg, task, trained, texts_of(options), named))
     first = next(chunks, None)  # Report wrong columns before the weights are loaded.
     if first is None:
@@ -321,7 +327,7 @@ def write_rows(
 
     num_rows = num_cut = 0
     with (
-        tqdm(unit=" sequences", unit_scale=True, disable=None) as bar,
+        tqdm(unit=" sequences", unit_scale=True, disable=speech.is_quiet or None) as bar,
         written_whole(form) as file,
     ):
         for chunk in chunks:

@@ -30,7 +30,7 @@ from train.config import (
     to_dict,
 )
 from train.data.random_bits import text_uniform
-from train.data.shards.format import FORMAT, DataManifest, read_manifest
+from train.data.shards.manifest import FORMAT, DataManifest, read_manifest
 from train.data.text.corpus import Corpus, open_corpus
 from train.data.text.coverage import (
     MOST_SAMPLES,
@@ -52,7 +52,7 @@ from train.data.text.preparation import (
 )
 from train.data.text.processes import PROCESS_BYTES, most_processes, prepare_in_processes
 from train.machine import progress
-from train.machine.console import say
+from train.machine.console import note, say, speech
 from train.machine.progress import Phase
 from train.run import compose as cli
 from train.run_folder.identity import differences
@@ -146,7 +146,7 @@ def prepare(cfg: PrepareConfig) -> DataManifest | None:
     progress.begin(Phase(f"looking for corpus={cfg.corpus.kind}"))
     folder, corpus = open_folder(cfg.output, cfg.s3), open_corpus(cfg.corpus)
     for line in corpus.remarks:
-        say(f"... {line}", file=sys.stderr)
+        note(f"... {line}")
     if cfg.merge:
         parts = []
         num_parts = claimed(folder)["settings"]["parts"]
@@ -204,7 +204,7 @@ def prepare_parts(
     with shown("tokenising and packing", total_bytes) as report:
         if num_processes > 1:
             memory = f"at most about {PROCESS_BYTES / 1e9:.1g} GB of memory each"
-            say(f"... {len(parts)} parts in {num_processes} processes, {memory}", file=sys.stderr)
+            note(f"... {len(parts)} parts in {num_processes} processes, {memory}")
             prepare_in_processes(recipe, parts, report, num_processes)
             return
         for part in parts:
@@ -216,7 +216,12 @@ def shown(what: str, total_bytes: int | None) -> Iterator[Report]:
     """Show progress: a bar with MB/s on a terminal, log lines elsewhere."""
     progress.begin(Phase(what, total_bytes, "bytes", has_bar=True))
     bar = tqdm(
-        total=total_bytes, unit="B", unit_scale=True, desc=what, disable=None, mininterval=0.5
+        total=total_bytes,
+        unit="B",
+        unit_scale=True,
+        desc=what,
+        disable=speech.is_quiet or None,  # None: unless the output is a terminal
+        mininterval=0.5,
     )
 
     def report(num_bytes: int) -> None:

@@ -6,12 +6,11 @@ Nothing is trained.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from train.config import RecordsConfig, TrainConfig, check, plural, shortlist
-from train.machine.console import say
+from train.machine.console import note, say
 from train.run import compose as cli
 from train.run.early import check_early
 from train.tasks import build_task
@@ -55,7 +54,7 @@ def show(cfg: TrainConfig) -> int:
         "learns from labelled records",
     )
     check_early(cfg, world_size=1)
-    say(f"... opening data.path={cfg.data.path}", file=sys.stderr)
+    note(f"... opening data.path={cfg.data.path}")
     # torch takes seconds to import, so check the settings first
     from train.tasks.finetune import (
         TextTask,

@@ -12,7 +12,7 @@ from pathlib import Path
 from train.config import S3Config, check
 from train.machine.console import say
 from train.observe.report import comparison
-from train.observe.report.page import render, table
+from train.observe.report.page import render, top_rows
 from train.observe.report.run import Run, read_run
 from train.observe.report.texts import aligned
 from train.run.command import DONE, add_s3_flags, command_parser, run_flags
@@ -62,7 +62,7 @@ def write_report(
         folder = local_path(output)
     html = render(runs, folder.resolve(), failed=failed)
     seeds = comparison.over_seeds(runs)
-    rows = seeds or [["", *(run.label for run in runs)], *table(runs)]
+    rows = seeds or [["", *(run.label for run in runs)], *top_rows(runs)]
     say(*aligned(rows))
     if len(runs) > 1:
         say("", *failed, *comparison.warnings(runs))

@@ -88,21 +88,17 @@ def sections() -> dict[tuple[str, type], list[str]]:
     return found
 
 
-def keys(prefix: str, kind: type) -> Iterator[list[str]]:
-    """Yield a table row for each field that the class itself defines and the user may set."""
+def keys(prefix: str, kind: type) -> Iterator[str]:
+    """Yield an item of a list for each field that the class itself defines and the user may set."""
     hints = typing.get_type_hints(kind)
     for item in fields(kind):
         key = f"{prefix}{item.name}"
         is_own = item.name in get_annotations(kind) and not is_dataclass(hints[item.name])
         if not is_own or key in SELECTORS.values():
             continue
-        yield [
-            f"`{key}`",
-            type_name(hints[item.name]),
-            f"`{shown_default(item)}`",
-            allowed(item),
-            comment(kind, item.name),
-        ]
+        value = f"default `{shown_default(item)}`"
+        about = ", ".join(filter(None, (type_name(hints[item.name]), value, allowed(item))))
+        yield f"- `{key}` ({about})<br>{comment(kind, item.name)}"
 
 
 def title(prefix: str, kind: type) -> str:
@@ -116,16 +112,7 @@ def title(prefix: str, kind: type) -> str:
     return f"`{prefix}`"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a Markdown table, with a blank line before it."""
-    lines = [""]
-    for row in (head, ["---"] * len(head), *rows):
-        cells = " | ".join(cell.replace("|", r"\|") for cell in row)
-        lines.append(f"| {cells} |".replace("|  |", "| |"))
-    return lines
-
-
-def tables() -> Iterator[str]:
+def of_sections() -> Iterator[str]:
     """Yield a section per dataclass that has keys."""
     for (prefix, kind), users in sections().items():
         rows = list(keys(prefix, kind))
@@ -137,10 +124,10 @@ def tables() -> Iterator[str]:
         about = " ".join(about.replace("None", "null").split())
         yield from ("", f"### {title(prefix, kind)}", "")
         yield f"{about} Used by {', '.join(users)}.".strip()
-        yield from table(("key", "type", "default", "values", "meaning"), rows)
+        yield from ("", *rows)
 
 
-def group_tables() -> Iterator[str]:
+def of_groups() -> Iterator[str]:
     """Yield a section per group: the commands that have it, and all options."""
     users: dict[str, list[str]] = {}
     listed: dict[str, list[str]] = {}
@@ -150,8 +137,7 @@ def group_tables() -> Iterator[str]:
             listed.setdefault(group, names)
     for group, names in listed.items():
         yield from ("", f"### `{group}=`", "", f"Used by {', '.join(users[group])}.")
-        rows = [[f"`{name}`", option_help(group, name)] for name in names]
-        yield from table(("option", "what it is"), rows)
+        yield from ("", *(f"- `{name}`: {option_help(group, name)}" for name in names))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -160,8 +146,8 @@ def main(arguments: Sequence[str]) -> int:
 
     def act() -> int:
         parser.parse_args(arguments)
-        say(*INTRODUCTION.splitlines(), *tables())
-        say(*GROUPS.splitlines(), *group_tables())
+        say(*INTRODUCTION.splitlines(), *of_sections())
+        say(*GROUPS.splitlines(), *of_groups())
         return DONE
 
     return guarded(act)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from train.config import S3Config, ShardsConfig, check
-from train.data.shards.format import SPLITS, TOKENIZER_FILE, DataManifest, read_manifest
+from train.data.shards.manifest import SPLITS, TOKENIZER_FILE, DataManifest, read_manifest
 from train.data.shards.prepared import PreparedData
 from train.data.text.tokenizer import load_tokenizer
 from train.machine.console import say

@@ -7,7 +7,7 @@ is missing or outdated; its config.yaml says how to read the columns.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,9 +43,12 @@ class Trained:
     state: TaskState | None  # the state of its task, which exports of runs have
 
 
-def find_trained(location: str, settings: Sequence[str]) -> Trained:
+def find_trained(
+    location: str, settings: Sequence[str], check_rows: Callable[[TrainConfig], None]
+) -> Trained:
     """Return the model at a location. The settings for S3 and the cache are used.
 
+    If a run's model is to read rows, `check_rows` is called with the settings that read them, before torch is imported.
     Raises InputError if there is no such model. If a run has no usable export, its best checkpoint is exported.
     """
     # Torch takes seconds to import, so the location is checked first.
@@ -59,6 +62,7 @@ def find_trained(location: str, settings: Sequence[str]) -> Trained:
         cfg = None
     else:
         cfg = read_config(run)
+        check_early(cfg, settings, check_rows)
     from train.data.shards.cache import cache_dir
     from train.models.source import located
     from train.tasks.state import NAME, read_state
@@ -71,6 +75,20 @@ def find_trained(location: str, settings: Sequence[str]) -> Trained:
         f"{source} has no {NAME}: an earlier version wrote it; export it again",
     )
     return Trained(location, source, s3, composed.data.cache_dir, run, cfg, state)
+
+
+def check_early(
+    cfg: TrainConfig, settings: Sequence[str], check_rows: Callable[[TrainConfig], None]
+) -> None:
+    """Call `check_rows` if rows are typed for the model of a run, whose settings are `cfg`."""
+    typed = typed_keys(settings)
+    if "data.path" not in typed or typed.keys() & {"task", "data"}:
+        return
+    of_rows = [each for each in settings if each.startswith(("data.", "s3."))]
+    values = dict(rows_of_run(cfg, typed))
+    if values:
+        options = [*FIXED, f"task={cfg.task.kind}", "data=records"]
+        check_rows(cli.load_config(TrainConfig, [*options, *of_rows], values))
 
 
 def find_run(location: str, s3: S3Config) -> Folder | None:
@@ -108,7 +126,7 @@ def settings_of(
         groups["data"] = "shards"
     if backend is not None:
         groups["backend"] = backend
-    known = dict(rows_of_run(trained, typed))
+    known = dict(rows_of_run(trained.cfg, typed))
     if trained.state is not None and trained.state.kind == task:
         known["seed"] = trained.state.seed
         known |= {f"task.{name}": value for name, value in trained.state.settings.items()}
@@ -161,11 +179,11 @@ def outputs_of(trained: Trained, task: str) -> dict[str, Any]:
     return outputs
 
 
-def rows_of_run(trained: Trained, typed: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
-    """Yield the settings by which the run of a model read its rows."""
-    if trained.cfg is None or not isinstance(trained.cfg.data, RecordsConfig):
+def rows_of_run(cfg: TrainConfig | None, typed: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+    """Yield the settings by which a run with the settings `cfg` read its rows."""
+    if cfg is None or not isinstance(cfg.data, RecordsConfig):
         return
-    data = trained.cfg.data
+    data = cfg.data
     for name in HOW_ROWS_ARE_READ:
         yield f"data.{name}", getattr(data, name)
     for name, value in asdict(data.columns).items():
@@ -175,7 +193,7 @@ def rows_of_run(trained: Trained, typed: Mapping[str, str]) -> Iterator[tuple[st
     is_shown = any(is_named(name) and not name.endswith(".json") for name in names)
     yield "data.format", "auto" if is_shown else data.format
     yield "data.lengths", data.lengths
-    yield "seq_len", trained.cfg.seq_len
+    yield "seq_len", cfg.seq_len
 
 
 def output_path(output: str) -> Path:

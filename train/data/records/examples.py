@@ -6,15 +6,18 @@ import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from train.config import InputError, RecordsConfig, check, plural
 from train.data.files.errors import BadRow, columns_shown
 from train.data.files.rows import holds_objects
 from train.data.records.content_checks import TableFacts, lines_in_rows
 from train.data.records.formats import LocatedRow, Table
-from train.data.records.kinds import Columns, Row, RowKind, holds, names_in
 from train.data.records.labels import LabelNames, label_of_row
+from train.data.records.row import Columns, Row, holds, names_in
+
+if TYPE_CHECKING:
+    from train.data.records.kinds import RowKind
 
 logger = logging.getLogger("train")
 

@@ -7,10 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import datasets
-import pyarrow
+from typing import TYPE_CHECKING, Any
 
 from train.config import ColumnsConfig, InputError, RecordsConfig, check, plural
 from train.config.data import FILE_FORMATS, SUFFIXES
@@ -27,9 +24,13 @@ from train.data.files.rows import (
 )
 from train.data.files.text import bounded_lines, bounded_text, line_end_of, open_text, start_of
 from train.data.records.conll import conll_rows
-from train.data.records.kinds import holds
+from train.data.records.row import holds
 from train.data.records.squad import is_squad, squad_rows
 from train.storage.foreign import open_inside
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow
 
 PARQUET_START = b"PAR1"
 MAX_FIELD_CHARS = 2**20  # maximum in CSV; limits what an unclosed quote can swallow
@@ -184,15 +185,15 @@ def parquet_table(path: Path, name: str, wanted: Collection[str]) -> Table:
     with open_parquet(path, name) as file:
         schema = file.schema_arrow
         names = present(wanted, schema.names)
-        # Other columns may have types that `datasets` lacks.
-        read = pyarrow.schema([field for field in schema if field.name in names], schema.metadata)
-        features = datasets.Features.from_arrow_schema(read)
+        labels = {}
+        if names:
+            labels = class_names_in(schema, names)
 
     def rows() -> Iterator[LocatedRow]:
         with open_parquet(path, name) as file:
             yield from numbered(file.iter_batches(BATCH_ROWS, columns=names), name)
 
-    return Table(name, rows, schema.names, class_names(features))
+    return Table(name, rows, schema.names, labels)
 
 
 def dataset_table(dataset: datasets.Dataset, where: str, wanted: Collection[str]) -> Table:
@@ -211,7 +212,19 @@ def present(wanted: Collection[str], columns: list[str]) -> list[str]:
     return [name for name in columns if any(holds([name], item) for item in wanted)]
 
 
+def class_names_in(schema: pyarrow.Schema, columns: Collection[str]) -> dict[str, list[str]]:
+    """Return the names of labels in these columns of a schema, which `datasets` may have written into it."""
+    import datasets  # imported here: the first rows of a file are looked at without it
+    import pyarrow
+
+    # Other columns may have types that `datasets` lacks.
+    read = pyarrow.schema([field for field in schema if field.name in columns], schema.metadata)
+    return class_names(datasets.Features.from_arrow_schema(read))
+
+
 def class_names(features: datasets.Features) -> dict[str, list[str]]:
+    import datasets
+
     names = {}
     for column, kind in features.items():
         kind = getattr(kind, "feature", kind)  # of a list, the type of its items

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from train.config import InputError, RecordsConfig, shortlist
 from train.data.files.errors import BadRow
 from train.data.records.content_checks import BITS, PLAIN_NUMBER, TRUTHS, TableFacts, items_of
-from train.data.records.kinds import Row, RowKind, names_in, plain, plain_label
+from train.data.records.row import Row, names_in, plain, plain_label
+
+if TYPE_CHECKING:
+    from train.data.records.kinds import RowKind
 
 MOST_LABELS = 20_000  # distinct labels; more are texts or ids, and would fill the memory
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from train.config import InputError, S3Config, check, shortlist
+from train.config import EvaluatedConfig, InputError, RecordsConfig, S3Config, check, shortlist
 from train.config.data import SUFFIXES, is_named
 from train.data.files.errors import naming
 from train.data.files.find import check_links, is_match, matching, walk
@@ -18,6 +18,10 @@ from train.storage.schema import Head, RelativePath, checked
 if TYPE_CHECKING:
     from train.storage.s3 import S3Folder
 
+SPLITS_FILE = "dataset_dict.json"
+STATE_FILE = "state.json"
+# names of files that save_to_disk of `datasets` writes
+MARKS = {SPLITS_FILE, STATE_FILE, "dataset_info.json"}
 MAX_LISTED = 5  # maximum files named in an error
 
 
@@ -140,3 +144,14 @@ def only_one(location: str, key: str, names: Collection[str]) -> str:
     say = f"say which is for {use}: {key}=NAME, or a glob"
     check(len(names) == 1, f"data.path={location} {many}; {say}")
     return next(iter(names))
+
+
+def split_names(cfg: RecordsConfig) -> dict[str, str | None]:
+    """Return each split's file, glob or name in the settings; None: the only file, or the split of the same name."""
+    names: dict[str, str | None] = {}
+    reads_train = not isinstance(cfg, EvaluatedConfig) or cfg.holds_out
+    if reads_train:
+        names["train"] = cfg.train
+    if cfg.validation is not None or not reads_train:
+        names["validation"] = cfg.validation
+    return {**names, **cfg.more_validation}

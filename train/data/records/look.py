@@ -13,7 +13,7 @@ from typing import Any
 
 from train.config import InputError, check, plural, shortlist
 from train.data.records.content_checks import BITS, NUMBER, PLAIN_NUMBER, TRUTHS, WHOLE, items_of
-from train.data.records.kinds import plain_label
+from train.data.records.row import plain_label
 
 LABEL_NAMES = ("label", "labels")  # these win over all other names
 LABEL_ENDS = (

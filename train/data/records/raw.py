@@ -6,18 +6,16 @@ reported; more than `data.max_bad_rows` are an error.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
-from datasets.arrow_writer import ArrowWriter
+import pyarrow
 
 from train.config import EvaluatedConfig, RecordsConfig, S3Config, check, shortlist
-from train.config.data import FILE_FORMATS, is_named
-from train.data.files.errors import naming
 from train.data.random_bits import draw_rows, text_uniform
 from train.data.records.content_checks import (
     LABEL_CHECKS,
@@ -27,13 +25,14 @@ from train.data.records.content_checks import (
 )
 from train.data.records.examples import Dropped, learnt_examples, new_examples
 from train.data.records.formats import Table
-from train.data.records.kinds import STRING, RowKind, names_in
+from train.data.records.kinds import STRING, RowKind
 from train.data.records.labels import LabelNames
 from train.data.records.located import MAX_LISTED
-from train.data.records.sources import layout, open_source, readable_columns
+from train.data.records.row import names_in
+from train.data.records.sources import layout, of_new_rows, open_source, readable_columns
 from train.machine import progress
 from train.machine.progress import Phase
-from train.storage.folders import scratch_folder
+from train.storage.folders import disk_errors, scratch_folder
 
 BATCH_ROWS = 500  # rows gathered in memory before they are written
 
@@ -65,7 +64,7 @@ def read_raw(cfg: RecordsConfig, kind: RowKind, s3: S3Config, *, seed: int, fold
         table = read_split(raw, split, parts, cfg, kind, folder / f"{number}.arrow")
         raw.splits[split] = table
         if split == "train" and cfg.validation is None:
-            raw.splits |= hold_out(table, cfg, kind, seed)
+            raw.splits |= hold_out(table, cfg, kind, seed, folder)
             raw.dropped["validation"] = Dropped("validation", 0)
     for split in raw.splits:
         check_size(raw, split, cfg, tables.get(split, []))
@@ -110,33 +109,52 @@ def write_table(
     """Write examples to an Arrow file and return it as a memory-mapped table."""
     used = kind.columns_of(cfg.columns)
     types = {key: type_ for key, type_ in kind.columns.items() if key in used}
-    features = datasets.Features({"id": STRING, **types})
+
+    def batches() -> Iterator[dict[str, list[Any]]]:
+        left = iter(rows)
+        while batch := list(islice(left, BATCH_ROWS)):
+            yield {name: [row[name] for row in batch] for name in ("id", *types)}
+            progress.advance(len(batch))
+
+    return write_arrow(batches(), datasets.Features({"id": STRING, **types}), path)
+
+
+def write_arrow(
+    batches: Iterable[Mapping[str, Any]], features: datasets.Features, path: Path
+) -> datasets.Dataset:
+    """Write columns, some rows at a time, to an Arrow file and return it as a memory-mapped table."""
+    schema = features.arrow_schema
     with (
-        naming(f"{path} cannot be written", (OSError,)),
-        ArrowWriter(path=str(path), features=features, writer_batch_size=BATCH_ROWS) as writer,
+        disk_errors("write", path),
+        pyarrow.OSFile(str(path), "wb") as file,
+        pyarrow.ipc.new_stream(file, schema) as stream,
     ):
-        for example in rows:
-            writer.write(example)
-            progress.advance(1)
-        writer.finalize()
+        for batch in batches:
+            columns = [pyarrow.array(batch[field.name], field.type) for field in schema]
+            stream.write_batch(pyarrow.record_batch(columns, schema=schema))
     return datasets.Dataset.from_file(str(path))
 
 
 def hold_out(
-    table: datasets.Dataset, cfg: RecordsConfig, kind: RowKind, seed: int
+    table: datasets.Dataset, cfg: RecordsConfig, kind: RowKind, seed: int, folder: Path
 ) -> dict[str, datasets.Dataset]:
-    """Split a table into training rows and held-out rows. Rows with the same text are in the same split."""
-    is_held_out = np.zeros(len(table), bool)
-    number = 0
-    for batch in table.iter(BATCH_ROWS):
-        for text in batch[kind.split_by]:
-            if not isinstance(text, str):
-                text = " ".join(text)
-            is_held_out[number] = text_uniform(text, seed)[0] < cfg.validation_fraction
-            number += 1
+    """Split a table into files of training rows and of held-out rows. Rows with the same text are in the same split."""
+    rows = table.with_format("arrow")
+
+    def part(*, is_held_out: bool) -> Iterator[dict[str, list[Any]]]:
+        for batch in rows.iter(BATCH_ROWS):
+            chosen = []
+            for text in batch.column(kind.split_by).to_pylist():
+                if not isinstance(text, str):
+                    text = " ".join(text)
+                number = text_uniform(text, seed)[0]
+                chosen.append((number < cfg.validation_fraction) == is_held_out)
+            yield batch.filter(pyarrow.array(chosen)).to_pydict()
+
+    # A selection of the table would be slower to read: one slice for each row.
     return {
-        "train": table.select(np.flatnonzero(~is_held_out)),
-        "validation": table.select(np.flatnonzero(is_held_out)),
+        split: write_arrow(part(is_held_out=held), table.features, folder / f"{split}.arrow")
+        for split, held in (("train", False), ("validation", True))
     }
 
 
@@ -189,10 +207,7 @@ def read_texts(
     The target is missing if the data lacks it. A row has all columns whose types can be read. Raises InputError if a
     row cannot be read (the message names it), or if the data lacks the column for a key in `named`.
     """
-    new = replace(cfg, path=path, train=None, validation=None, more_validation={}, format="auto")
-    says_format = is_named(path) and not path.endswith(".json")
-    if cfg.format in FILE_FORMATS and not says_format:
-        new.format = cfg.format
+    new = of_new_rows(cfg, path)
     check(layout(new, s3) != "hub", f"{path}: there is no such file or folder")
     names = LabelNames(new, kind, known=labels)
     with scratch_folder() as scratch:

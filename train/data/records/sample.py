@@ -16,13 +16,7 @@ from train.data.files.text import start_of
 from train.data.records.formats import format_of
 from train.data.records.located import local_copy
 from train.data.records.look import Column, columns_of
-from train.data.records.sources import (
-    FileSource,
-    HubSource,
-    layout,
-    open_source,
-    readable_columns,
-)
+from train.data.records.sources import FileSource, layout, open_source, readable_columns
 from train.storage.folders import is_s3, local_path, open_folder, scratch_folder
 
 ROWS_LOOKED_AT = 2_000
@@ -68,6 +62,8 @@ def sample_of(cfg: RecordsConfig, s3: S3Config, typed: Mapping[str, Any]) -> Sam
 def names_in(cfg: RecordsConfig, s3: S3Config, scratch: Path) -> list[str]:
     """Return the names of the files of rows in a folder, or of the splits of a data set that is saved or on the Hub."""
     if layout(cfg, s3) == "hub":
+        from train.data.records.data_sets import HubSource  # imports `datasets`
+
         return HubSource(cfg, s3).splits(scratch)
     if is_named(cfg.path) or not (is_s3(cfg.path) or local_path(cfg.path).is_dir()):
         return []

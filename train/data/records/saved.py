@@ -10,12 +10,9 @@ import datasets
 from train.config import check, shortlist
 from train.data.files.data_sets import PLAIN, kinds_of
 from train.data.files.errors import LIBRARY_ERRORS, naming
+from train.data.records.located import SPLITS_FILE, STATE_FILE
 from train.storage.foreign import check_folder, read_whole
 from train.storage.schema import BadContent, FileName, of_type, read_object
-
-SPLITS_FILE = "dataset_dict.json"
-STATE_FILE = "state.json"
-MARKS = {SPLITS_FILE, STATE_FILE, "dataset_info.json"}  # names of files that save_to_disk writes
 
 
 def saved_splits(

@@ -2,44 +2,46 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
-from datasets.exceptions import DatasetsError
-
-from train.config import EvaluatedConfig, InputError, RecordsConfig, S3Config, check, shortlist
+from train.config import InputError, RecordsConfig, S3Config, check, shortlist
 from train.config.data import FILE_FORMATS, is_named
-from train.data.files.data_sets import open_builder
-from train.data.files.errors import LIBRARY_ERRORS
-from train.data.records.formats import Table, dataset_table, file_table
+from train.data.records.formats import Table, file_table
 from train.data.records.located import (
+    MARKS,
     MAX_LISTED,
     File,
-    all_files,
     find,
     local_copy,
+    split_names,
     stamp,
 )
-from train.data.records.saved import MARKS, saved_splits
 from train.storage.folders import at_once, is_s3, local_path, sha256_json
-from train.storage.hub_access import asking_hub, is_at_hub, why_missing
+from train.storage.hub_access import is_at_hub
+
+if TYPE_CHECKING:
+    from train.data.records.data_sets import HubSource, SavedSource
 
 # These settings do not change which rows are read.
 NOT_READING = ("path", "num_workers", "verify", "cache_dir", "lengths", "max_bad_rows")
 
 
-def open_source(cfg: RecordsConfig, s3: S3Config) -> Source:
+def open_source(cfg: RecordsConfig, s3: S3Config) -> FileSource | SavedSource | HubSource:
     """Return the source of the data. Raises InputError if files are missing, or in training and in validation."""
-    return SOURCES[layout(cfg, s3)](cfg, s3)
+    kind = layout(cfg, s3)
+    if kind == "files":
+        return FileSource(cfg, s3)
+    from train.data.records.data_sets import LIBRARY_SOURCES  # imports `datasets`
+
+    return LIBRARY_SOURCES[kind](cfg, s3)
 
 
 def layout(cfg: RecordsConfig, s3: S3Config) -> str:
-    """Return how `data.path` stores its splits, a key of SOURCES."""
+    """Return how `data.path` stores its splits: "files", "saved" or "hub"."""
     if cfg.format in FILE_FORMATS:
         return "files"
     if cfg.format != "auto":
@@ -74,28 +76,7 @@ def settings_of(cfg: RecordsConfig) -> dict[str, Any]:
     return {"path": where, **used}
 
 
-def split_names(cfg: RecordsConfig) -> dict[str, str | None]:
-    """Return each split's file, glob or name in the settings; None: the only file, or the split of the same name."""
-    names: dict[str, str | None] = {}
-    reads_train = not isinstance(cfg, EvaluatedConfig) or cfg.holds_out
-    if reads_train:
-        names["train"] = cfg.train
-    if cfg.validation is not None or not reads_train:
-        names["validation"] = cfg.validation
-    return {**names, **cfg.more_validation}
-
-
-def named_tables(
-    splits: dict[str, datasets.Dataset], cfg: RecordsConfig, wanted: Collection[str]
-) -> dict[str, list[Table]]:
-    tables = {}
-    for split, name in split_names(cfg).items():
-        where = f"data set {cfg.path}, split {name or split}"
-        tables[split] = [dataset_table(splits[split], where, wanted)]
-    return tables
-
-
-def readable_columns(source: Source, scratch: Path) -> list[str]:
+def readable_columns(source: FileSource | SavedSource | HubSource, scratch: Path) -> list[str]:
     """Return the columns of the training data whose types can be read; [] if the format is text, which has no types."""
     names = source.tables((), scratch)["train"][0].columns or []
     with suppress(InputError):
@@ -144,90 +125,10 @@ class FileSource:
         }
 
 
-@dataclass(frozen=True)
-class SavedSource:
-    """A folder on disk that save_to_disk wrote."""
-
-    cfg: RecordsConfig
-    s3: S3Config
-
-    def version(self) -> Any:
-        return list(at_once(stamp, all_files(self.cfg.path)))
-
-    def tables(self, wanted: Collection[str], scratch: Path) -> dict[str, list[Table]]:
-        path = self.cfg.path
-        splits = saved_splits(local_path(path), path, split_names(self.cfg))
-        return named_tables(splits, self.cfg, wanted)
-
-
-@dataclass(frozen=True)
-class HubSource:
-    """A data set on the Hub, or a folder that is laid out like one, such as a cloned repository.
-
-    A Hub data set is kept in the library's cache (HF_HOME), from which offline machines can read it. Nothing is cached
-    there for a folder.
-    """
-
-    cfg: RecordsConfig
-    s3: S3Config
-
-    @property
-    def is_folder(self) -> bool:
-        return not is_s3(self.cfg.path) and local_path(self.cfg.path).is_dir()
-
-    def version(self) -> Any:
-        """Return the commit that `datasets` reports (offline: the commit in its cache), or the folder's files."""
-        if self.is_folder:
-            return list(at_once(stamp, all_files(self.cfg.path)))
-        with self.naming():
-            commit = open_builder(
-                self.cfg.path, name=self.cfg.name, revision=self.cfg.revision
-            ).hash
-        none = "datasets reports no commit for it; set data.revision to a commit"
-        check(isinstance(commit, str), f"data.path={self.cfg.path}: {none}")
-        return commit
-
-    def tables(self, wanted: Collection[str], scratch: Path) -> dict[str, list[Table]]:
-        names = split_names(self.cfg)
-        with self.naming():
-            builder = self.prepared(scratch)
-            splits = {
-                split: builder.as_dataset(split=name or split) for split, name in names.items()
-            }
-        return named_tables(splits, self.cfg, wanted)
-
-    def splits(self, scratch: Path) -> list[str]:
-        """Return the names of all splits."""
-        with self.naming():
-            return list(self.prepared(scratch).info.splits)
-
-    def prepared(self, scratch: Path) -> Any:
-        where = {"path": self.cfg.path}
-        if self.is_folder:
-            where = {"path": str(local_path(self.cfg.path)), "cache_dir": str(scratch / "hub")}
-        builder = open_builder(**where, name=self.cfg.name, revision=self.cfg.revision)
-        builder.download_and_prepare()
-        return builder
-
-    @contextmanager
-    def naming(self) -> Iterator[None]:
-        path = self.cfg.path
-        hint = "; without the Hub, use a file or folder: data.path=FOLDER"
-        if self.is_folder:
-            hint = ""
-        if not sys.stderr.isatty():
-            datasets.disable_progress_bars()
-        try:
-            with asking_hub(path):
-                yield
-        except (*LIBRARY_ERRORS, DatasetsError) as error:
-            reason = why_missing(path, error)
-            raise InputError(f"data.path={path} cannot be read: {reason}{hint}") from error
-
-
-Source = FileSource | SavedSource | HubSource
-SOURCES: dict[str, type[Source]] = {
-    "files": FileSource,
-    "saved": SavedSource,
-    "hub": HubSource,
-}
+def of_new_rows(cfg: RecordsConfig, path: str) -> RecordsConfig:
+    """Return the settings that read a file of new rows like the training data."""
+    new = replace(cfg, path=path, train=None, validation=None, more_validation={}, format="auto")
+    says_format = is_named(path) and not path.endswith(".json")
+    if cfg.format in FILE_FORMATS and not says_format:
+        new.format = cfg.format
+    return new

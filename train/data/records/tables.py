@@ -18,19 +18,20 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import datasets
 import numpy as np
+from tqdm import tqdm
 
 from train.config import RecordsConfig, TrainConfig, check
 from train.data.records.content_checks import shortages
 from train.data.records.examples import Dropped
 from train.data.records.featurizer import Featurizer
-from train.data.records.raw import read_raw
+from train.data.records.raw import read_raw, write_arrow
 from train.data.records.saved import load_saved
 from train.data.records.sources import settings_of, version
 from train.data.records.table_facts import column, facts_of_split
@@ -229,23 +230,18 @@ def make_features(
     featurizer: Featurizer, split: str, examples: datasets.Dataset, scratch: Path
 ) -> datasets.Dataset:
     """Make the token rows of a split, ROWS_AT_ONCE rows at a time. One process suffices: the tokenizer uses threads."""
-    names = examples.column_names
     progress.begin(Phase(f"tokenising {split}", len(examples), has_bar=True))
+    bar = tqdm(total=len(examples), desc=f"tokenise {split}", unit=" rows", disable=None)
+    features = datasets.Features(featurizer.types)
 
-    def features_of(rows: Any, indices: list[int]) -> dict[str, list]:
-        progress.advance(len(indices))
-        return featurizer.features({name: rows[name] for name in names}, indices, split=split)
+    def batches() -> Iterator[dict[str, list]]:
+        first = 0
+        for batch in examples.with_format("arrow").iter(ROWS_AT_ONCE):
+            indices = list(range(first, first + len(batch)))
+            yield featurizer.features(batch.to_pydict(), indices, split=split)
+            first += len(batch)
+            progress.advance(len(batch))
+            bar.update(len(batch))
 
-    return examples.map(
-        features_of,
-        with_indices=True,
-        batched=True,
-        batch_size=ROWS_AT_ONCE,
-        writer_batch_size=ROWS_AT_ONCE,
-        remove_columns=names,
-        features=datasets.Features(featurizer.types),
-        cache_file_name=str(scratch / f"{split}-tokens.arrow"),
-        load_from_cache_file=False,
-        new_fingerprint=f"tokens-{split}",  # otherwise `map` pickles the tokenizer to compute one
-        desc=f"tokenise {split}",
-    )
+    with bar:
+        return write_arrow(batches(), features, scratch / f"{split}-tokens.arrow")

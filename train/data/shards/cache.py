@@ -23,7 +23,7 @@ from typing import IO, TypedDict
 
 from train.config import DataConfig, InputError, ShardsConfig, Unreachable, check
 from train.data.files.errors import naming
-from train.data.shards.format import DataManifest, Shard
+from train.data.shards.manifest import DataManifest, Shard
 from train.data.shards.order import ShardSampler
 from train.machine import host
 from train.machine.launched import launched

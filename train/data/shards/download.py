@@ -19,7 +19,7 @@ from s3torchconnector import S3ClientConfig, S3Exception, S3MapDataset
 
 from train.config import InputError, S3Config, Unreachable
 from train.data.shards.cache import ShardCache
-from train.data.shards.format import Shard
+from train.data.shards.manifest import Shard
 from train.storage import s3_route
 from train.storage.aws_errors import one_line
 from train.storage.checksums import fault_of

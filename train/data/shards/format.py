@@ -1,9 +1,7 @@
-"""Token shards: safetensors files with sequences of one length, and the manifest that combines them into a data set.
+"""Token shards: safetensors files with sequences of one length.
 
 A data set is a folder: `manifest.json tokenizer/ train-00000.safetensors ... validation-00000.safetensors`. Each shard
 has `tokens` [rows, seq_len] (uint16 or uint32), `pivot` [rows] uint16 and `same_document` [rows] uint8 (packing.py).
-The manifest is written last. It lists the rows, bytes and sha256 of every shard. Its checksum of itself is the data
-set's id. Readers open only the files that the manifest lists.
 """
 
 from __future__ import annotations
@@ -11,40 +9,30 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
-from functools import cached_property
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import numpy as np
 from safetensors.numpy import save
 
 from train.config import InputError, check
 from train.data.files.errors import naming
+from train.data.shards.manifest import MAX_HEADER_BYTES, DataManifest, Shard
 from train.machine.memory import total_memory_bytes
 from train.machine.processes import LIBC
-from train.storage.checksums import check_entries, sealed, unsealed
-from train.storage.folders import Folder, LocalFolder, canonical_json, sha256_bytes, sha256_file
+from train.storage.folders import Folder, sha256_bytes
 from train.storage.schema import (
     BadContent,
-    FileEntry,
     FileName,
     Sha256,
     read_object,
     record,
-    shown,
 )
 
-FORMAT = 1  # increase this when older readers cannot read new files
-SPLITS = ("train", "validation")
-DTYPES = ("uint16", "uint32")  # the dtypes of tokens
-MAX_SEQ_LEN = 2**16 - 1  # pivot is uint16
 MAPPED_SHARDS = 8192  # maximum per ShardSet; each is a memory map, of which Linux allows 65,530 (vm.max_map_count)
-MAX_HEADER_BYTES = 1024  # maximum per shard file; three tensors take about 250
 STORED_TYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4"}  # safetensors' dtype names, and numpy's
-TOKENIZER_FILE = "tokenizer/tokenizer.json"  # the manifest has its checksum
 
 
 @dataclass
@@ -70,117 +58,6 @@ class Rows:
 ROW_TENSORS = tuple(field.name for field in fields(Rows))
 
 
-@dataclass(frozen=True)
-class TokenizerInfo:
-    """The tokenizer of prepared data, as its manifest describes it."""
-
-    sha256: Sha256  # the checksum of tokenizer.json
-    vocab_size: int
-    cls_id: int
-    sep_id: int
-    mask_id: int
-    pad_id: int
-    special_ids: list[int]  # never masked, never a random replacement
-
-
-@dataclass(frozen=True)
-class Shard:
-    file: FileName
-    rows: int
-    bytes: int
-    sha256: Sha256
-
-    @property
-    def entry(self) -> FileEntry:
-        return {"bytes": self.bytes, "sha256": self.sha256}
-
-
-@dataclass(frozen=True)
-class DataManifest:
-    id: str  # sha256 of everything below
-    seq_len: int
-    dtype: str  # the dtype of tokens
-    splits: dict[str, list[Shard]]
-    tokenizer: TokenizerInfo
-    counts: dict[str, float]  # documents, tokens, unigram_entropy (nats per token), ...
-    config: dict[str, Any]  # the settings of the preparation
-
-    @cached_property
-    def shards(self) -> tuple[Shard, ...]:
-        """The shards of all splits."""
-        return tuple(shard for shards in self.splits.values() for shard in shards)
-
-    def rows(self, split: str) -> int:
-        return sum(shard.rows for shard in self.splits[split])
-
-    def check_length(self, seq_len: int | None, path: str) -> None:
-        """Raise InputError if a run's `seq_len` is not that of these shards, which are in `path`."""
-        check(
-            seq_len in (None, self.seq_len),
-            f"seq_len={seq_len}, but {path} has sequences of {self.seq_len}: set seq_len={self.seq_len}, or prepare "
-            "the data again",
-        )
-
-
-def read_manifest(where: Folder | Path) -> DataManifest:
-    """Return the manifest of a prepared folder. Raises InputError if it is missing or damaged."""
-    folder: Folder = LocalFolder(where) if isinstance(where, Path) else where
-    location = folder.location
-    try:
-        content = folder.read("manifest.json")
-    except FileNotFoundError:
-        raise InputError(
-            f"{location} has no manifest.json: nothing was prepared there (baretrain prepare "
-            f"output={location}), or the preparation did not finish"
-        ) from None
-    with naming(f"{location}/manifest.json is not a manifest", (), "; prepare the data again"):
-        return parse_manifest(content)
-
-
-def parse_manifest(content: bytes) -> DataManifest:
-    """Parse a manifest. Raises BadContent if a value is impossible, such as a file outside the folder.
-
-    The checksum does not replace these checks, because anyone who writes a manifest can compute it.
-    """
-    values = read_object(content)
-    if values.get("format") != FORMAT:
-        raise BadContent(f"its format {shown(values.get('format'))} is not {FORMAT}")
-    body = unsealed(values, "id")
-    del body["format"]
-    manifest = record(DataManifest, {**body, "id": values["id"]})
-    fault = fault_of_manifest(manifest)
-    if fault is not None:
-        raise BadContent(fault)
-    return manifest
-
-
-def fault_of_manifest(manifest: DataManifest) -> str | None:
-    """Return which value of a manifest is impossible; None if all are possible. Types must have been checked."""
-    info = manifest.tokenizer
-    if not 1 <= manifest.seq_len <= MAX_SEQ_LEN:
-        return f"seq_len is {manifest.seq_len}, not 1 to {MAX_SEQ_LEN}"
-    if manifest.dtype not in DTYPES:
-        return f"dtype is {shown(manifest.dtype)}, not {' or '.join(DTYPES)}"
-    if sorted(manifest.splits) != sorted(SPLITS) or not manifest.splits["train"]:
-        return f"its splits are not {' and '.join(SPLITS)}, or there is no training shard"
-    (file, times), *_ = Counter(shard.file for shard in manifest.shards).most_common()
-    if times > 1:
-        return f"it lists {file} {times} times"
-    ids = [info.cls_id, info.sep_id, info.mask_id, info.pad_id, *info.special_ids]
-    if not max(ids) < info.vocab_size <= np.iinfo(manifest.dtype).max + 1:
-        return f"a vocabulary of {info.vocab_size} tokens does not fit ids up to {max(ids)} and dtype {manifest.dtype}"
-    # 3: pivot and same_document
-    row_bytes = manifest.seq_len * np.dtype(manifest.dtype).itemsize + 3
-    for shard in manifest.shards:
-        if not shard.file.endswith(".safetensors"):
-            return f"{shard.file} is not the name of a shard, NAME.safetensors"
-        if shard.rows < 1:
-            return f"{shard.file} has no sequences"
-        if not 8 < shard.bytes - shard.rows * row_bytes <= MAX_HEADER_BYTES:
-            return f"{shard.file}: {shard.rows} sequences of {manifest.seq_len} tokens cannot have {shard.bytes} bytes"
-    return None
-
-
 def write_shard(folder: Folder, name: str, rows: Rows) -> Shard:
     """Write one shard atomically."""
     content = save({name: np.ascontiguousarray(tensor) for name, tensor in vars(rows).items()})
@@ -191,24 +68,6 @@ def write_shard(folder: Folder, name: str, rows: Rows) -> Shard:
         bytes=len(content),
         sha256=Sha256(sha256_bytes(content)),
     )
-
-
-def write_manifest(folder: Folder, **fields: Any) -> DataManifest:
-    """Write the manifest. It completes the data set: readers require one. `fields`: all fields except the id."""
-    body = {"format": FORMAT, **asdict(DataManifest(id="", **fields))}
-    del body["id"]
-    folder.write("manifest.json", canonical_json(sealed(body, "id")))
-    return read_manifest(folder)
-
-
-def check_files(folder: Path, manifest: DataManifest, *, checksums: bool) -> None:
-    """Raise InputError if a shard's length (with `checksums` also its sha256) or the tokenizer's sha256 is wrong."""
-    entries = {shard.file: shard.entry for shard in manifest.shards}
-    check_entries(folder, entries, checksums=checksums)
-    tokenizer = folder / TOKENIZER_FILE
-    check(tokenizer.is_file(), f"{tokenizer} is missing; prepare the data again")
-    says = "is not the tokenizer that made the shards; put the original back or prepare the data again"
-    check(sha256_file(tokenizer) == manifest.tokenizer.sha256, f"{tokenizer} {says}")
 
 
 class ShardSet:

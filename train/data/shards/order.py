@@ -26,8 +26,9 @@ from train.data.random_bits import EVAL_STREAM, draw_rows, hash_bits
 
 PADDING = -1  # an item that fills up the last evaluation batch and is not counted
 ROWS_AT_ONCE = 4096  # sequences of the order that are computed together
+STEPS_AHEAD = 8  # steps whose shards are fetched in the order in which they are needed
 MAX_LANES = 64  # a machine's first batch may need a shard of each lane: 4 GB if shards have 64 MiB, the default
-WINDOW_SHARDS = 256  # shards shuffled together over all lanes; a resume may first have to fetch all of them (16 GiB)
+WINDOW_SHARDS = 256  # shards shuffled together over all lanes (16 GiB); the first step of a resume may need all
 # a warning appears if all machines together fetch more than this multiple of the data
 MOST_FETCHED = 1.1
 ROUNDS = 12  # rounds of the permutation; with 8, the order of 12 sequences still differs measurably from a random one
@@ -205,7 +206,8 @@ class ShardSampler:
         self.lanes = Lanes(self.shard_rows, num_lanes, seed=seed)
         self.window_shards = window_shards or window_of_lane(WINDOW_SHARDS, self.lanes.number)
         self.indices = self.indices_of(rank)
-        self.lanes_here = self.lanes_of([rank] if machine_ranks is None else machine_ranks)
+        self.machine_ranks = [rank] if machine_ranks is None else machine_ranks
+        self.lanes_here = self.lanes_of(self.machine_ranks)
 
     def indices_of(self, rank: int) -> np.ndarray:
         """Return the indices of a rank's sequences in each global batch, [global batch / world size]."""
@@ -267,11 +269,29 @@ class ShardSampler:
         return steps.reshape(-1, size)
 
     def upcoming_shards(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the shards that this machine reads now, and those for the rest of this epoch and the next."""
+        """Return the shards that this machine reads now, and those for the rest of this epoch and the next.
+
+        Both are in the order of use. Of each lane, the next step needs no more shards than it has sequences.
+        """
         epoch, step = self.position
-        now, later = self.epoch_order(epoch).shards_from(step, self.lanes_here)
+        order = self.epoch_order(epoch)
+        now, later = order.shards_from(step, self.lanes_here)
+        now = self.by_need(now, order, step)
         following = self.epoch_order(epoch + 1).shards_from(0, self.lanes_here)
         return now, np.concatenate([later, *following])
+
+    def by_need(self, shards: np.ndarray, order: EpochOrder, step: int) -> np.ndarray:
+        """Return these shards in the order in which this machine's ranks need them from `step` on.
+
+        All ranks draw their first rows at the same time.
+        """
+        indices = np.stack([self.indices_of(rank) for rank in self.machine_ranks], axis=1)
+        last = min(step + STEPS_AHEAD, self.steps)
+        rows = order.rows(step, last, indices.ravel()).ravel()
+        needed = np.searchsorted(np.cumsum(self.shard_rows), rows, side="right")
+        both = np.append(needed[np.isin(needed, shards)], shards)
+        _, first = np.unique(both, return_index=True)
+        return both[np.sort(first)]
 
 
 def eval_sample(rows: int, most: int | None, *, seed: int) -> np.ndarray:

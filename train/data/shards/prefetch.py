@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from train.config import S3Config, Unreachable
 from train.data.shards.cache import ShardCache, held_out
-from train.data.shards.format import DataManifest, Shard
+from train.data.shards.manifest import DataManifest, Shard
 from train.data.shards.order import ShardSampler
 from train.machine.processes import PR_SET_PDEATHSIG
 from train.machine.torchrun import leave_signals_to_the_parent

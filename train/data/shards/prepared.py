@@ -9,11 +9,11 @@ from pathlib import Path
 
 from train.config import InputError, S3Config, ShardsConfig
 from train.data.shards.cache import ShardCache, held_out
-from train.data.shards.format import (
+from train.data.shards.format import ShardSet
+from train.data.shards.manifest import (
     TOKENIZER_FILE,
     DataManifest,
     Shard,
-    ShardSet,
     check_files,
     read_manifest,
 )

@@ -14,7 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from train.data.files.errors import naming
-from train.data.shards.format import TokenizerInfo
+from train.data.shards.manifest import TokenizerInfo
 from train.data.text.documents import Document
 
 if TYPE_CHECKING:

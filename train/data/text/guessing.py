@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from safetensors.numpy import load
 
-from train.data.shards.format import Shard, TokenizerInfo
+from train.data.shards.manifest import Shard, TokenizerInfo
 from train.storage.folders import Folder
 
 # tokens read from each split's first shard, which takes seconds for a corpus of any size

@@ -11,15 +11,8 @@ import numpy as np
 from train.config import InputError, PrepareConfig, check, shortlist
 from train.data.files.errors import naming
 from train.data.random_bits import text_uniform
-from train.data.shards.format import (
-    SPLITS,
-    DataManifest,
-    Rows,
-    Shard,
-    TokenizerInfo,
-    write_manifest,
-    write_shard,
-)
+from train.data.shards.format import Rows, write_shard
+from train.data.shards.manifest import SPLITS, DataManifest, Shard, TokenizerInfo, write_manifest
 from train.data.text.corpus import Corpus
 from train.data.text.coverage import unknown_share
 from train.data.text.documents import CorpusPart, Document

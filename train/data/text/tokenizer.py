@@ -23,7 +23,7 @@ from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 from transformers.utils import logging as their_logging
 
 from train.config import InputError, check
-from train.data.shards.format import TokenizerInfo
+from train.data.shards.manifest import TokenizerInfo
 from train.data.text.encoding import Vocabulary, take_ends
 from train.machine.memory import available_bytes
 from train.storage.folders import Folder, scratch_folder, sha256_bytes

@@ -11,17 +11,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from train.config import InputError
-from train.config.checks import LARGEST_FLOAT
+from train.config.checks import LARGEST_FLOAT, shortlist
 from train.observe.report.texts import as_text, count, score, share
 from train.storage.folders import Folder
 from train.storage.schema import BadContent, read_json
 
+READ = (
+    "examples",
+    "bad_rows",
+    "left_out",
+)  # the keys in data.json that add up to the rows of the files
 ROWS = (  # rows of the table of splits: label, and key in data.json
-    ("Rows in the data", "examples"),
-    ("Rows that the model sees", "rows"),
-    ("Used by this run", "used_rows"),
     ("Bad rows, left out", "bad_rows"),
     ("Left out by data.label_map", "left_out"),
+    ("Rows that the model sees", "rows"),
+    ("Used by this run", "used_rows"),
 )
 # columns of the table of labels
 SCORES = {"Precision": "precision", "Recall": "recall", "F1": "f1"}
@@ -130,15 +134,28 @@ def table_of(corner: str, columns: dict[str, dict[str, str]], missing: str = "un
 
 
 def splits_table(records: Records) -> Table:
-    """Return a table with a column per split: the numbers of rows used, left out or cut, and the share of padding."""
+    """Return a table with a column per split: the rows of the files, and how many are used, left out or cut."""
     columns = {}
     for name, split in splits_of(records.data).items():
-        column = {label: count(number(split, key)) for label, key in ROWS}
+        read = sum(number(split, key) or 0 for key in READ)
+        column = {"Rows of the files": count(read)}
+        column |= {label: count(number(split, key)) for label, key in ROWS}
         for note, value in numbers(mapping(split, "notes")).items():
             column[note.replace("_", " ").capitalize()] = count(value)
-        column["Padding (share of all tokens, at least)"] = share(number(split, "padding_share"))
         columns[name] = column
     return table_of("", columns)
+
+
+def remarks(records: Records) -> Iterator[str]:
+    """Yield a remark for each split of an evaluation that has classes which the model never finds."""
+    for name, split in splits_of(records.evaluation).items():
+        missed = [
+            f"{label} (0 of {support})"
+            for label, *_, recall, _, support in classes_table(split)[1:]
+            if recall in ("0", "0.0000") and support not in ("0", "unknown")
+        ]
+        if missed:
+            yield f"{name}: the model never finds {shortlist(missed)}: recall 0"
 
 
 def labels_table(records: Records) -> Table:

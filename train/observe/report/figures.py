@@ -79,8 +79,8 @@ PANELS = (  # shown below the panels on quality
 
 
 def panels(runs: list[Run]) -> Iterator[Panel]:
-    """Yield the panels of these runs, most important first: loss, throughput, quality, others."""
-    yield from (LOSS, THROUGHPUT)
+    """Yield the panels of these runs, most important first: loss, scores, others."""
+    yield LOSS
     for name in {name: None for run in runs for name in run.summary["scores"] if name != "loss"}:
         metric = runs[0].metric(name)
         yield Panel(
@@ -91,7 +91,7 @@ def panels(runs: list[Run]) -> Iterator[Panel]:
             from_zero=False,
             spikes=metric.sign < 0,
         )
-    yield from PANELS
+    yield from (THROUGHPUT, *PANELS)
 
 
 def x_axis(runs: list[Run]) -> str:

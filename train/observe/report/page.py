@@ -18,17 +18,27 @@ from train.observe.report.data import (
     metrics_table,
     number,
     reading,
+    remarks,
     splits_of,
     splits_table,
     texts,
 )
 from train.observe.report.figures import WIDTH, curves, look, x_axis
 from train.observe.report.run import Run, ending, main_score, settled, tell_apart
-from train.observe.report.texts import as_text, at_step, count, duration, figure, printable
+from train.observe.report.texts import (
+    as_text,
+    at_step,
+    count,
+    duration,
+    figure,
+    printable,
+)
 from train.run_folder import samples
 from train.storage.folders import LocalFolder
 
 ALWAYS = ("MFU", "Cost", "Final training loss")  # rows that are shown even if they are unknown
+NO_SCORE = {"last": (None, 0)}
+SAME = ("task.kind", "identity.data", "eval_examples")  # else scores are not comparable
 MOST_FAULTS = 1000  # the newest ones are listed
 TONES = {"done": "good", "failed": "bad", "refused": "bad", "diverged": "bad"}
 
@@ -39,6 +49,8 @@ def gigabytes(value: float) -> str:
     return f"{value / 1e9:,.2f}"
 
 
+TIME = "Training time (h:mm:ss)"
+SPEED = "Tokens/s over the whole run"
 COUNT, SECONDS, SHARE = "{:,.0f}".format, "{:,.1f}".format, "{:.1%}".format
 ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("Task", "task.kind", as_text),
@@ -54,8 +66,8 @@ ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("Sequence length (tokens)", "seq_len", COUNT),
     ("Steps done", "steps", COUNT),
     ("Sequences consumed", "examples", COUNT),
-    ("Training time (h:mm:ss)", "train_s", duration),
-    ("Tokens/s over the whole run", "tokens_per_s", COUNT),
+    (TIME, "train_s", duration),
+    (SPEED, "tokens_per_s", COUNT),
     ("MFU", "mfu", SHARE),
     ("Pipeline bubble", "bubble_share", SHARE),
     ("Compiling (s)", "compile_s", SECONDS),
@@ -68,21 +80,22 @@ ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("Final training loss", "train_loss", "{:,.4f}".format),
 )
 TEXTS = (as_text, printable)  # other forms take numbers
-ON_CARDS = (
-    "Model",
-    "Parameters",
-    "Tokens/s over the whole run",
-    "MFU",
-    "Training time (h:mm:ss)",
-    "Cost",
-)
+ON_CARDS = ("Model", "Parameters", SPEED, "MFU", TIME, "Cost")
+# Of the table on several runs, these rows are at the top of the page; all are in a folded table.
+AT_TOP = ("Outcome", "Final training loss", *ON_CARDS)
+MOST_SETTINGS = 8  # of those that differ, at the top of the page
 WITH_RATIO = ("tokens_per_s", "train_s", "wall_s", "cost_usd")
 
 
 def facts(run: Run, baseline: Run) -> dict[str, str]:
     """Return the text of each summary value by label, in the table's order, including ratios to the baseline."""
     summary = run.summary
-    result = {"Outcome": ": ".join(filter(None, ending(run)))}
+    result = {}
+    for name, points in summary["scores"].items():
+        for which, (value, step) in points.items():
+            label = printable(f"Validation {name}, {which}".replace("_", " "))
+            result[label] = at_step(value, step)
+    result["Outcome"] = ": ".join(filter(None, ending(run)))
     for label, key, form in ROWS:
         value = run.value(key)
         if form not in TEXTS:
@@ -97,10 +110,6 @@ def facts(run: Run, baseline: Run) -> dict[str, str]:
             result[label] += f" ({times})"
     if summary["cost_usd"] is not None and summary["cost_partial"]:
         result["Cost"] = f"at least {result['Cost']}"
-    for name, points in summary["scores"].items():
-        for which, (value, step) in points.items():
-            label = printable(f"Validation {name}, {which}".replace("_", " "))
-            result[label] = at_step(value, step)
     return result
 
 
@@ -110,6 +119,13 @@ def table(runs: Sequence[Run]) -> Table:
     labels = {label: None for column in columns for label in column}
     rows = [[label, *(column.get(label, "unknown") for column in columns)] for label in labels]
     return [row for row in rows if row[0] in ALWAYS or set(row[1:]) != {"unknown"}]
+
+
+def top_rows(runs: Sequence[Run]) -> Table:
+    """Return the rows that matter most: settings that differ, the score by which runs are judged, and AT_TOP."""
+    judged = f"Validation {runs[0].metric(str(main_score(runs[0]))).title}"
+    rows = [row for row in table(runs) if row[0].partition(",")[0] in (judged, *AT_TOP)]
+    return [*config_differences(runs)[:MOST_SETTINGS], *rows]
 
 
 def config_differences(runs: Sequence[Run]) -> Table:
@@ -134,8 +150,20 @@ class Card:
     tone: str = ""  # good | bad
 
 
+def best_of(runs: Sequence[Run]) -> int | None:
+    """Return the number of the run with the best score; None without a score, or if scores cannot be compared."""
+    name = str(main_score(runs[0]))
+    sign = runs[0].metric(name).sign
+    differ = [key for run in runs for key in comparison.differing(run, runs[0], SAME)]
+    if differ or not sign or comparison.over_seeds(runs):
+        return None
+    values = [settled(run.summary["scores"].get(name, NO_SCORE))[0] for run in runs]
+    known = {number: sign * value for number, value in enumerate(values) if value is not None}
+    return max(known, key=known.__getitem__, default=None)
+
+
 def cards(run: Run) -> list[Card]:
-    """Return how a run ended, the score by which it is judged, and rows of the table that are known."""
+    """Return the score by which a run is judged, how it ended, and rows of the table that are known."""
     steps, planned = run.summary["steps"], number(run.environment, "plan.total_steps")
     end, reason = ending(run)
     far = f"step {steps:,} of {count(planned)}"
@@ -144,7 +172,7 @@ def cards(run: Run) -> list[Card]:
     if name is not None:
         value, step = settled(run.summary["scores"][name])
         title = f"Validation {run.metric(name).title}"
-        result.append(Card(title, figure(value), [f"at step {step:,}"]))
+        result.insert(0, Card(title, figure(value), [f"at step {step:,}"]))
     known = facts(run, run)
     for label in ON_CARDS:
         if known[label] != "unknown":
@@ -239,6 +267,7 @@ def render(runs: list[Run], output: Path, *, failed: Sequence[str] = ()) -> Path
     warnings = list(failed)
     if len(runs) == 1:
         records, answers = runs[0].records or records, samples_of(runs[0])
+        warnings += remarks(records)
     else:
         warnings += comparison.warnings(runs)
     html = fill_template(
@@ -248,7 +277,10 @@ def render(runs: list[Run], output: Path, *, failed: Sequence[str] = ()) -> Path
             "seeds": comparison.over_seeds(runs),
             "warnings": warnings,
             "samples": answers,
+            "best": best_of(runs),
+            "most_settings": MOST_SETTINGS,
             "table": table(runs),
+            "top": top_rows(runs),
             "differences": config_differences(runs),
             "figures": curves(runs),
             "width": WIDTH * 72,  # at this width, 1/72 inch is a pixel

@@ -20,7 +20,7 @@ import pandas
 from train.config import InputError, check, flatten
 from train.observe.lines import Line, read_back
 from train.observe.report.data import Records, number, read_mapping, read_records
-from train.observe.report.texts import as_text, printable, shortened
+from train.observe.report.texts import as_text, model_name, printable, shortened
 from train.run_folder.exported import marked
 from train.run_folder.metrics_files import NAME, files_of
 from train.run_folder.outcome import WRITTEN_UNIX_S, read_outcome
@@ -238,7 +238,7 @@ def summarise(run: Run) -> Summary:
             named[key.removeprefix("versions.")] = value
     versions = [f"{name} {value}" for name, value in named.items() if value]
     return {
-        "model": from_elsewhere or run.config.get("model.architecture"),
+        "model": model_name(from_elsewhere or run.config.get("model.architecture") or "unknown"),
         "device": device,
         "versions": ", ".join(versions) or None,
         "scores": scores(run),

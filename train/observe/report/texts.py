@@ -23,6 +23,11 @@ def shortened(text: object, length: int = 40) -> str:
     return f"{shown[: half - 1]}...{shown[2 - half :]}"
 
 
+def model_name(location: object) -> str:
+    """Return a Hub id as it is, and the last two names of a path; of an export, those of its run."""
+    return "/".join(str(location).rstrip("/").removesuffix("/export").split("/")[-2:])
+
+
 def as_text(value: object) -> str:
     if not isinstance(value, str):
         value = json.dumps(value, default=str, ensure_ascii=False)

@@ -12,7 +12,8 @@ from train.config import check
 from train.config.tasks import MOST_QUESTION_TOKENS, QAConfig
 from train.data.files.errors import BadRow
 from train.data.records.featurizer import Featurizer
-from train.data.records.kinds import NUMBER, NUMBERS, STRING, Row, RowKind
+from train.data.records.kinds import NUMBER, NUMBERS, STRING, RowKind
+from train.data.records.row import Row
 from train.data.records.squad import answers_of
 
 if TYPE_CHECKING:
