@@ -378,7 +378,6 @@ def test_an_evaluation_without_memory_is_repeated_without_graphs(
 class NoProof:
     """For functions that change nothing."""
 
-    engine = SimpleNamespace(model=None, backend=SimpleNamespace(precision="fp32"))
     other_numbers = nullcontext
     engine = SimpleNamespace(model=None, backend=SimpleNamespace(precision="fp32"))
 
