@@ -235,7 +235,11 @@ FLAGS = [
     ("report", "nosuch", "nosuch is not a folder"),
     ("report", "EMPTY", "has no metrics.jsonl"),
     ("report", "RUN --output TEXT/x", "TEXT/x"),
-    ("predict", "RUN --text=a --text=b", "--text: it is given twice, the second time with b"),
+    (
+        "predict",
+        "RUN --output=a.csv --output=b.csv",
+        "--output: it is given twice, the second time with b.csv",
+    ),
     ("compare", "", "run_dir is not set"),
     ("compare", "RUN seed=1", "RUN is not key=value"),
     ("compare", "seed=1 --tolerance", "--tolerance is not a flag"),
