@@ -181,6 +181,7 @@ def test_several_ranks_say_once_what_is_assumed_and_train_the_same(texts, model,
     for ranks in (1, 2):
         run = tmp_path / f"run{ranks}"
         words = [str(data), "--model", str(model), "--output", str(run), *QUICK]
+        words += ["model.hidden_dropout=0", "model.attention_dropout=0"]
         words += ["backend.precision=fp32", f"data.cache_dir={tmp_path}/cache"]
         ended = running.run(words, ranks=ranks, module="finetune")
         assert ended.returncode == 0, ended.stderr
@@ -189,7 +190,7 @@ def test_several_ranks_say_once_what_is_assumed_and_train_the_same(texts, model,
         assert (run / "report" / "report.html").exists()
         losses.append(running.lines(run, "eval")[-1]["loss"])
     # the order of sums differs
-    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
     shown = running.run([*words, "--show"], ranks=2, module="finetune")
     assert shown.stdout.count("baretrain train ") == 1
 
