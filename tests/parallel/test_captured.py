@@ -357,6 +357,25 @@ def test_a_step_without_memory_begins_again_without_graphs(
     assert log(run).count("the device ran out of memory; steps run without CUDA graphs") == 1
 
 
+def test_a_step_that_begins_again_counts_its_earlier_losses_once(
+    recorded, prepared, tmp_path, monkeypatch
+):
+    settings = ["micro_batch_size=4", "model.hidden_dropout=0.1"]
+    plain = train(tmp_path / "plain", prepared, *settings, OFF)
+    run_part, failed = captured.Graphs.run, []
+
+    def without_memory(self, function, inputs):
+        if self.recorded and not failed and len(self.proof.engine.inputs) == 2:
+            failed.append(inputs)
+            raise torch.OutOfMemoryError("out of memory")
+        run_part(self, function, inputs)
+
+    monkeypatch.setattr(captured.Graphs, "run", without_memory)
+    run = train(tmp_path / "run", prepared, *settings)
+    assert failed and losses(run) == losses(plain)
+    assert_same_run(run, plain)
+
+
 def test_an_evaluation_without_memory_is_repeated_without_graphs(
     recorded, prepared, tmp_path, monkeypatch
 ):
