@@ -7,6 +7,7 @@ the command fails. The error's text is the reason that the command printed.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -110,16 +111,49 @@ def finetune(
 
 
 def kept(rows: Any) -> Path:
-    """Write rows into the cache as JSON lines, and return the path."""
+    """Write rows into the cache, and return the path: as JSON lines or, if a data set names its labels, as Parquet."""
     lines = lines_of(rows)
     check(bool(lines), "data has no rows")
     number = next((n for n, line in enumerate(lines, 1) if isinstance(line, str)), None)
     check(number is None, f"row {number} is a text without a label: {KINDS}")
     text = "".join(f"{json_line(line)}\n" for line in lines if isinstance(line, Mapping))
     folder = make_folder(cache_root() / "rows")
-    path = folder / f"{sha256_bytes(text.encode())[:16]}.jsonl"
-    write_atomic(path, text.encode())
+    names = label_names_in(rows)
+    content, suffix = text.encode(), ".jsonl"
+    hashed = content
+    if names:  # JSON would have their numbers alone
+        hashed = f"{text}{names}".encode()
+        content, suffix = parquet_of(rows), ".parquet"
+    path = folder / f"{sha256_bytes(hashed)[:16]}{suffix}"
+    write_atomic(path, content)
     return path
+
+
+def label_names_in(rows: Any) -> dict[str, list[str]]:
+    """Return the names of the labels of a data set of `datasets`, by column; {} if it, or other rows, has none."""
+    features = getattr(rows, "features", None)
+    if not (
+        isinstance(features, Mapping)
+        and hasattr(rows, "with_format")
+        and hasattr(rows, "num_rows")
+    ):
+        return {}
+    from train.data.records.formats import class_names  # imports datasets
+
+    return class_names(features)
+
+
+def parquet_of(rows: Any) -> bytes:
+    """Return a data set of `datasets` as a Parquet file, with the names of its labels."""
+    import pyarrow.parquet
+
+    file = io.BytesIO()
+    table = rows.with_format("arrow")[:]
+    # without the fingerprint, which is not that of the content
+    pyarrow.parquet.write_table(
+        table.replace_schema_metadata(rows.features.arrow_schema.metadata), file
+    )
+    return file.getvalue()
 
 
 def report(*runs: str, output: str | None = None) -> Path:
@@ -275,7 +309,8 @@ def lines_of(rows: Any) -> list[str | Mapping[Any, Any]]:
         )
         rows = [rows]
     elif hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a data frame of pandas
-        rows = rows.to_dict("records")
+        # pandas has NaN, NaT or NA for a missing value, and numbers beside one are fractions
+        rows = rows.astype(object).where(rows.notna(), None).to_dict("records")
     is_ordered = isinstance(rows, Iterable) and not isinstance(rows, set | frozenset)
     check(is_ordered, f"rows are of type {type(rows).__name__}: {KINDS}")
     lines = list(rows)

@@ -156,8 +156,13 @@ def how_it_learns(cfg: TrainConfig) -> list[str]:
     lengths = {"epochs": cfg.max_epochs, "steps": cfg.max_steps, "sequences": cfg.max_examples}
     length = " or ".join(f"{value:g} {unit}" for unit, value in lengths.items() if value)
     batch = cfg.global_batch_size or f"{cfg.micro_batch_size} per rank"
-    says = f"batches of {batch}, learning rate {cfg.optim.lr:g}, weight decay {cfg.optim.weight_decay:g}"
-    return [f"from the weights of {cfg.model.pretrained}: {length}, {says}"]
+    optim = cfg.optim
+    warmup = f"{optim.warmup_fraction:.0%} of the steps"
+    if optim.warmup_steps is not None:
+        warmup = plural(optim.warmup_steps, "step")
+    says = f"batches of {batch}, learning rate {optim.lr:g} after a warm-up of {warmup}"
+    decay = f"weight decay {optim.weight_decay:g}"
+    return [f"from the weights of {cfg.model.pretrained}: {length}, {says}, {decay}"]
 
 
 def leave_at_once(code: int) -> NoReturn:

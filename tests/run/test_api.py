@@ -168,6 +168,10 @@ KINDS = {
     "an array": (np.array(TEXTS), TEXTS),
     "a series": (FRAME["text"], TEXTS),
     "a data frame": (FRAME, ROWS),
+    "a data frame with missing values": (
+        pandas.DataFrame({"n": [1, None], "at": [pandas.NaT, pandas.NaT]}),
+        [{"n": 1, "at": None}, {"n": None, "at": None}],
+    ),
     "rows of numpy": ([{"text": np.str_("so good"), "n": np.int64(1)}], ROWS[:1]),
     "a data set": (datasets.Dataset.from_list(ROWS), ROWS),
     "a time": (

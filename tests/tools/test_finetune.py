@@ -188,11 +188,12 @@ def test_several_ranks_say_once_what_is_assumed_and_train_the_same(texts, model,
         assert ended.stderr.count("task: classify, 2 classes (x, y)") == 1
         assert ended.stdout.count("predict: baretrain predict") == 1
         assert (run / "report" / "report.html").exists()
+        assert (run / "report" / "command.txt").read_text().startswith("baretrain train run_dir=")
         losses.append(running.lines(run, "eval")[-1]["loss"])
     # the order of sums differs
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
     shown = running.run([*words, "--show"], ranks=2, module="finetune")
-    assert shown.stdout.count("baretrain train ") == 1
+    assert shown.stdout == (tmp_path / "run2" / "report" / "command.txt").read_text()
 
 
 def test_the_same_rows_in_python_are_one_file(tmp_path, monkeypatch):
@@ -202,6 +203,34 @@ def test_the_same_rows_in_python_are_one_file(tmp_path, monkeypatch):
     (path,) = {api.kept(each) for each in (rows, frame, table)}
     assert [json.loads(line) for line in path.read_text().splitlines()] == rows
     assert api.kept(rows[:1]) != path
+
+
+def test_a_data_set_in_python_keeps_the_names_of_many_labels(
+    texts, model, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    names = [f"topic {number}" for number in range(20)]
+    rows = {"text": texts[:60], "label": [number % 20 for number in range(60)]}
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=names)}
+    )
+    given = [datasets.Dataset.from_dict(rows, features=features) for _ in range(2)]
+    (path,) = {api.kept(each) for each in given}
+    assert finetuned(path, model, tmp_path / "run", "--show") == 0
+    assert "task: classify, 20 classes (topic 0, topic 1, " in capsys.readouterr().err
+    others = datasets.ClassLabel(names=["another", *names[1:]])
+    assert api.kept(given[0].cast_column("label", others)) != path
+
+
+def test_help_has_the_defaults_of_the_command(capsys):
+    for command, shown in {
+        finetune: ("task=...", "optim.lr=5e-05", "max_epochs=3", "optim=finetune"),
+        predict: ("eval_batch_size=32", "backend.precision=fp32"),
+    }.items():
+        with pytest.raises(SystemExit):
+            command.main(["--help"])
+        words = capsys.readouterr().out.split()
+        assert set(shown) <= set(words)
 
 
 @pytest.mark.parametrize(
@@ -240,6 +269,13 @@ def test_rows_that_cannot_be_read_are_one_line(content, says, model, tmp_path, c
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("error: ")
     assert says in line
+
+
+def test_rows_inside_one_object_are_named(model, tmp_path, capsys):
+    data = tmp_path / "rows.json"
+    data.write_text(json.dumps({"data": [{"text": "so good", "label": "x"}]}))
+    assert finetuned(data, model, tmp_path / "run") == 2
+    assert "are the rows in data? Write one per line" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -246,6 +246,10 @@ def test_columns_of_parquet_are_kept_but_for_those_that_cannot_be_read(folder, t
     (line,) = lines_of(tmp_path / "out.jsonl")
     assert list(line) == ["day", "text", "id", "prediction", "probabilities"]
     assert line["day"] == "2024-01-05"
+    assert (
+        "new.parquet: columns left out, whose types cannot be read: other"
+        in capsys.readouterr().err
+    )
 
 
 def test_questions_and_their_contexts_are_beside_the_answers(answering, tmp_path, capsys):

@@ -274,13 +274,15 @@ def settings_parser(
     examples: Sequence[str],
     keys: Sequence[str],
     first: tuple[str, str] | None = None,
+    own: Mapping[str, str] | None = None,
 ) -> Parser:
     """Make the parser of a command with settings. --help explains `keys`.
 
-    `first`: the name of the argument before the settings, and help on it.
+    `first`: the name of the argument before the settings, and help on it. `own`: the command's own defaults, as they
+    are shown; "..." if it finds them in the data or in the model.
     """
     exits = {**EXITS, STOPPED: "stopped on request; the same command resumes it"}
-    settings = partial(settings_help, schema, CONFIGS[schema], keys, schemas)
+    settings = partial(settings_help, schema, CONFIGS[schema], keys, schemas, own or {})
     imports = issubclass(schema, TrainConfig)
     parser = command_parser(
         name, purpose, examples=examples, exits=exits, settings=settings, imports=imports

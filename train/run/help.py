@@ -9,7 +9,7 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, fields, is_dataclass
 from importlib import resources
@@ -34,9 +34,16 @@ TYPES: dict[object, str] = {
 
 
 def settings_help(
-    schema: type, name: str, keys: Sequence[str], options: Callable[[], Sequence[Schema]]
+    schema: type,
+    name: str,
+    keys: Sequence[str],
+    options: Callable[[], Sequence[Schema]],
+    own: Mapping[str, str],
 ) -> str:
-    """Return help on the settings `keys` of a schema, and on the groups of conf/`name`.yaml."""
+    """Return help on the settings `keys` of a schema, and on the groups of conf/`name`.yaml.
+
+    `own`: the command's own defaults of settings and groups, as they are shown.
+    """
     lines = [
         "most-used settings (key=value; --cfg job prints all, baretrain settings explains all):"
     ]
@@ -47,13 +54,15 @@ def settings_help(
         kind, item = known[key]
         choices = " | ".join(item.metadata.get("among", ()))
         meaning = ". ".join(filter(None, (choices, comment(kind, item.name))))
-        lines += hanging(f"{key}={shown_default(item)}", meaning, indent=34)
+        lines += hanging(f"{key}={own.get(key) or shown_default(item)}", meaning, indent=34)
     lines += [
         "",
         "groups, each with its default option and all options (group=option; see conf/):",
     ]
     for group, (default, names) in groups(name).items():
-        lines += hanging(f"{group}={default or 'null'}", " | ".join(names), indent=34)
+        lines += hanging(
+            f"{group}={own.get(group) or default or 'null'}", " | ".join(names), indent=34
+        )
     return "\n".join(lines)
 
 

@@ -21,6 +21,7 @@ from train.machine.launched import launched
 from train.machine.torchrun import end_torchrun
 from train.run import compose as cli
 from train.run.names import as_typed
+from train.storage.folders import open_folder
 from train.tasks import TASKS
 from train.tools.trained import typed_keys
 
@@ -38,6 +39,16 @@ USED = (
     *("task", "data.columns.text", "data.columns.label", "data.validation", "data.max_bad_rows"),
     *("seq_len", "max_epochs", "global_batch_size", "optim.lr", "seed", "backend.precision"),
 )
+FOUND = ("task", "data.columns.text", "data.columns.label", "global_batch_size")
+COMMAND = "report/command.txt"
+DEFAULTS = {
+    **dict.fromkeys(FOUND, "..."),
+    "data": "records",
+    "model": "any",
+    "optim": "finetune",
+    "optim.lr": "5e-05",
+    "max_epochs": str(EPOCHS),
+}
 
 
 @dataclass(frozen=True)
@@ -61,6 +72,7 @@ def main(arguments: Sequence[str]) -> int:
             "torchrun --standalone --nproc-per-node=8 -m train finetune rows.csv --model org/model --output RUN",
         ),
         keys=USED,
+        own=DEFAULTS,
         first=(
             "data",
             "a file or folder of rows, s3://bucket/prefix, or the Hub id of a data set",
@@ -90,7 +102,7 @@ def main(arguments: Sequence[str]) -> int:
             if launched().rank == 0:
                 say(f"baretrain train {shlex.join(words)}")
             return cli.DONE
-        return train(cfg)
+        return train(cfg, f"baretrain train {shlex.join(words)}")
 
     code = cli.run(TrainConfig, act, parser, arguments=arguments, given=given)
     if code == cli.REJECTED:
@@ -98,13 +110,14 @@ def main(arguments: Sequence[str]) -> int:
     return code
 
 
-def train(cfg: TrainConfig) -> int:
-    """Train, write the report, and say which commands come next."""
+def train(cfg: TrainConfig, command: str) -> int:
+    """Train, write the report and the equal `command` beside it, and say which commands come next."""
     code = entry.attempt(cfg)
     if code == cli.DONE and launched().rank == 0:
         from train.tools.report import write_report  # imported late: it needs packages of its own
 
         write_report([cfg.run_dir], cfg.s3, output=None)
+        open_folder(cfg.run_dir, cfg.s3).write(COMMAND, f"{command}\n".encode())
         run = shlex.join([cfg.run_dir, *cfg.s3.flags()])
         following = [
             f"predict: baretrain predict {run} data.path=NEW.csv --output answers.csv",
@@ -201,10 +214,13 @@ def sentences(sample: Sample, reading: Reading, settings: Mapping[str, Any]) -> 
         if settings.get(key) not in (None, "null")
     ]
     batch = settings.get("global_batch_size") or settings.get("micro_batch_size")
+    rate = ""
+    if "optim" not in settings:  # another recipe has its own
+        rate = f", learning rate {settings.get('optim.lr', DEFAULTS['optim.lr'])}"
     return [
         ", ".join(filter(None, [f"task: {settings['task']}", reading.seen])),
         read,
         rows,
-        f"training: {' or '.join(lengths)} of batches of {batch}, from {settings['model.pretrained']}",
+        f"training: {' or '.join(lengths)} of batches of {batch}{rate}, from {settings['model.pretrained']}",
         f"best: the evaluation with the best {settings['best.metric']}, every {settings['eval_every']} steps",
     ]

@@ -55,6 +55,13 @@ USED: tuple[str, ...] = (
     "task.threshold",
 )
 USED += ("seq_len", "eval_batch_size", "backend.device", "backend.precision", "s3.endpoint")
+DEFAULTS = {
+    **dict.fromkeys(("task", "data.columns.text", "task.threshold"), "..."),
+    "data": "records",
+    "model": "any",
+    "eval_batch_size": str(BATCH_SIZE),
+    "backend.precision": "fp32",
+}
 Row = dict[str, Any]
 Chunk = list[tuple[Row, Row]]  # what the model reads of each row, and the row itself
 
@@ -233,6 +240,7 @@ def main(arguments: Sequence[str]) -> int:
             'RUN --question "Who?" --context "Ann."',
         ),
         keys=USED,
+        own=DEFAULTS,
         first=("model", "run_dir of a run, a transformers folder, or a Hub id"),
     )
     for name, text in INPUTS.items():

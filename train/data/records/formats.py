@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -222,7 +222,7 @@ def class_names_in(schema: pyarrow.Schema, columns: Collection[str]) -> dict[str
     return class_names(datasets.Features.from_arrow_schema(read))
 
 
-def class_names(features: datasets.Features) -> dict[str, list[str]]:
+def class_names(features: Mapping[str, Any]) -> dict[str, list[str]]:
     import datasets
 
     names = {}

@@ -13,6 +13,7 @@ from typing import Any
 
 from train.config import InputError, check, plural, shortlist
 from train.data.records.content_checks import BITS, NUMBER, PLAIN_NUMBER, TRUTHS, WHOLE, items_of
+from train.data.records.examples import hint_on
 from train.data.records.row import plain_label
 
 LABEL_NAMES = ("label", "labels")  # these win over all other names
@@ -68,6 +69,7 @@ class Column:
 
     name: str
     values: list[Any]
+    label_names: Sequence[str] = ()  # the labels that its numbers stand for, if known
 
     @cached_property
     def distinct(self) -> set[str]:
@@ -122,15 +124,18 @@ class Column:
         return 2 <= len(self.distinct) <= most
 
 
-def columns_of(rows: Iterable[Mapping[str, Any]]) -> list[Column]:
-    """Return the columns of rows, in the order in which they appear."""
+def columns_of(
+    rows: Iterable[Mapping[str, Any]], label_names: Mapping[str, Sequence[str]] | None = None
+) -> list[Column]:
+    """Return the columns of rows, in the order in which they appear. `label_names`: by column, if known."""
     values: dict[str, list[Any]] = {}
     for row in rows:
         for name, value in row.items():
             found = values.setdefault(name, [])
             if value is not None and value != "":
                 found.append(value)
-    return [Column(name, found) for name, found in values.items()]
+    known = label_names or {}
+    return [Column(name, found, known.get(name, ())) for name, found in values.items()]
 
 
 def reading_of(
@@ -163,9 +168,11 @@ def labelled_texts(
     )
     texts = [column.name for column in columns if column.is_text]
     every = shortlist([column.name for column in columns])
+    first = {column.name: column.values[0] for column in columns if column.values}
     check(
         bool(texts) or "data.columns.text" in typed,
-        f"no column holds texts of several words; the columns are: {every}; say which to read: data.columns.text=NAME",
+        f"no column holds texts of several words; the columns are: {every}; say which to read: data.columns.text=NAME"
+        f"{hint_on(first, {})}",
     )
     targets = targets_of(columns, typed)
     found: dict[str, Any] = {"data.columns.label": targets}
@@ -207,6 +214,8 @@ def seen_in(labels: Sequence[Column], task: str) -> str:
     names = sorted(labels[0].distinct)
     if UNLABELLED in details_of(labels[0], task).get("data.label_map", {}):
         names.remove(UNLABELLED)
+    if labels[0].label_names and task == "classify":
+        names = [*labels[0].label_names]
     if task == "classify":
         return f"{plural(len(names), 'class', 'classes')} ({shortlist(names)})"
     if task == "regress" and all(map(PLAIN_NUMBER.fullmatch, names)):
@@ -291,7 +300,7 @@ def task_of(labels: Sequence[Column]) -> str:
     names = label.distinct
     if not all(map(WHOLE.fullmatch, names)):
         return "regress"
-    if len(names) <= MOST_WHOLE_CLASSES:
+    if label.label_names or len(names) <= MOST_WHOLE_CLASSES:
         return "classify"
     raise InputError(
         f"{label.name} holds {len(names)} different whole numbers: task=regress learns an amount, "

@@ -6,6 +6,7 @@ reported; more than `data.max_bad_rows` are an error.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -31,6 +32,7 @@ from train.data.records.located import MAX_LISTED
 from train.data.records.row import names_in
 from train.data.records.sources import layout, of_new_rows, open_source, readable_columns
 from train.machine import progress
+from train.machine.console import say
 from train.machine.progress import Phase
 from train.storage.folders import disk_errors, scratch_folder
 
@@ -204,14 +206,20 @@ def read_texts(
     """Yield new examples from a file or a saved data set, in order, read like the training data, and their rows.
 
     The columns are as in `Raw`, but a label is a name: one of `labels`, if they are given, or None if it is unknown.
-    The target is missing if the data lacks it. A row has all columns whose types can be read. Raises InputError if a
-    row cannot be read (the message names it), or if the data lacks the column for a key in `named`.
+    The target is missing if the data lacks it. A row has all columns whose types can be read; a warning names others.
+    Raises InputError if a row cannot be read (the message names it), or if the data lacks the column for a key in
+    `named`.
     """
     new = of_new_rows(cfg, path)
     check(layout(new, s3) != "hub", f"{path}: there is no such file or folder")
     names = LabelNames(new, kind, known=labels)
     with scratch_folder() as scratch:
         source = open_source(new, s3)
-        wanted = [*kind.wanted(new.columns), *readable_columns(source, scratch)]
+        read = readable_columns(source, scratch)
+        wanted = [*kind.wanted(new.columns), *read]
         tables = source.tables(wanted, scratch)["train"]
+        left_out = [name for name in tables[0].columns or () if name not in read]
+        if left_out:
+            said = f"{path}: columns left out, whose types cannot be read: {shortlist(left_out)}"
+            say(f"warning: {said}", file=sys.stderr)
         yield from new_examples(tables, new, kind, names, named)

@@ -56,7 +56,7 @@ def sample_of(cfg: RecordsConfig, s3: S3Config, typed: Mapping[str, Any]) -> Sam
     bad = next((row for row in first if not isinstance(row, dict)), "it has no rows")
     check(bool(rows), f"data.path={cfg.path} cannot be read: {bad}")
     settings = {f"data.{key}": value for key, value in found.items()}
-    return Sample(columns_of(rows), num_rows, settings, table.keys is not None)
+    return Sample(columns_of(rows, table.class_names), num_rows, settings, table.keys is not None)
 
 
 def names_in(cfg: RecordsConfig, s3: S3Config, scratch: Path) -> list[str]:
