@@ -162,7 +162,7 @@ bench-smoke: $(PEERS)/.ready
 	@$(BIN)/python -m benchmarks.data --rounds 1 --seconds 0.05 --rows 256
 	@$(BIN)/python -m benchmarks.chaos --steps 60 --every-s 10
 	@PYTHONPATH=$(PEERS) $(BIN)/python -m benchmarks.real --model $(RUN_DIR)/export --seeds 1 --epochs 1 --tasks tweets
-	@PYTHONPATH=$(PEERS) PYTHON=$(BIN)/python OUT=$(VENV) benchmarks/gpu.sh speed --tiny --only 128 texts questions
+	@PYTHONPATH=$(PEERS) PYTHON=$(BIN)/python OUT=$(VENV) benchmarks/gpu.sh speed --tiny --only MiniLM questions 'ALBERT-base 32'
 	@$(BIN)/python -m benchmarks.gpu_checks core --device cpu --only torchrun
 
 # What `make setup`, `make docs` and the linters make again; no run and no data.

@@ -107,7 +107,7 @@ class Work:
         words.append("model.max_positions=512")
         if self.answers:
             data = [
-                "data=squad",
+                "data=records",
                 f"data.path={folder / 'questions.json'}",
                 f"data.cache_dir={folder / 'cache'}",
             ]
@@ -117,6 +117,7 @@ class Work:
                 "task=qa",
                 "optim=finetune",
                 f"seq_len={self.seq_len}",
+                f"task.stride={self.seq_len // 3}",
                 f"model.tokenizer={folder / 'tokenizer'}",
             ]
         if self.classifies:
