@@ -61,13 +61,17 @@ def test_a_csv_becomes_a_trained_model_and_a_report(texts, model, tmp_path, caps
         writer = csv.writer(file)
         writer.writerow(["tweet", "sentiment"])
         writer.writerows([text, ("bad", "good")[n % 2]] for n, text in enumerate(texts[:80]))
+    words = [len(text.split()) for text in texts[:80]]
+    mean = sum(words) / len(words)
     run = tmp_path / "run"
     assert finetuned(data, model, run, *QUICK) == 0
     said = capsys.readouterr()
     for line in (
         "task: classify, 2 classes (bad, good)",
         "columns: label=sentiment, text=tweet",
-        "rows: 80, of which 10% are held out for validation",
+        f"rows: 80, of which 10% are held out for validation; tweet: {mean:.0f} words on average, "
+        f"at most {max(words)} in the first 80",
+        "training: 4 steps of batches of 8, learning rate 5e-05, from",
     ):
         assert line in said.err
     assert f"predict: baretrain predict {run} data.path=NEW.csv" in said.out

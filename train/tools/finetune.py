@@ -41,6 +41,7 @@ USED = (
 )
 FOUND = ("task", "data.columns.text", "data.columns.label", "global_batch_size")
 COMMAND = "report/command.txt"
+TEXTS = ("text", "text_pair", "tokens", "question", "context")  # keys of data.columns
 DEFAULTS = {
     **dict.fromkeys(FOUND, "..."),
     "data": "records",
@@ -208,6 +209,7 @@ def sentences(sample: Sample, reading: Reading, settings: Mapping[str, Any]) -> 
     rows = f"rows: {sample.num_rows:,}, of which {share:.0%} are held out for validation"
     if held_out:
         rows = f"rows: {sample.num_rows:,} for training; validation on {held_out}"
+    rows += lengths_of(sample, settings)
     lengths = [
         f"{settings[key]} {unit if str(settings[key]) == '1' else unit + 's'}"
         for key, unit in LENGTHS.items()
@@ -224,3 +226,19 @@ def sentences(sample: Sample, reading: Reading, settings: Mapping[str, Any]) -> 
         f"training: {' or '.join(lengths)} of batches of {batch}{rate}, from {settings['model.pretrained']}",
         f"best: the evaluation with the best {settings['best.metric']}, every {settings['eval_every']} steps",
     ]
+
+
+def lengths_of(sample: Sample, settings: Mapping[str, Any]) -> str:
+    """Return how many words the columns of texts hold in the first rows; "" if the format names the columns."""
+    by_name = {column.name: column.values for column in sample.columns}
+    says = ""
+    for key in TEXTS:
+        name = settings.get(f"data.columns.{key}")
+        if by_name.get(name):
+            words = [
+                len(value if isinstance(value, list) else str(value).split())
+                for value in by_name[name]
+            ]
+            mean = sum(words) / len(words)
+            says += f"; {name}: {mean:.0f} words on average, at most {max(words)} in the first {len(words):,}"
+    return says
