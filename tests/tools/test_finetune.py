@@ -69,8 +69,8 @@ def test_a_csv_becomes_a_trained_model_and_a_report(texts, model, tmp_path, caps
     for line in (
         "task: classify, 2 classes (bad, good)",
         "columns: label=sentiment, text=tweet",
-        f"rows: 80, of which 10% are held out for validation; tweet: {mean:.0f} words on average, "
-        f"at most {max(words)} in the first 80",
+        "rows: 80, of which 10% are held out for validation; ",
+        f"; tweet: {mean:.0f} words on average, at most {max(words)} in the first 80",
         "training: 4 steps of batches of 8, learning rate 5e-05, from",
     ):
         assert line in said.err

@@ -233,7 +233,7 @@ def lengths_of(sample: Sample, settings: Mapping[str, Any]) -> str:
     by_name = {column.name: column.values for column in sample.columns}
     says = ""
     for key in TEXTS:
-        name = settings.get(f"data.columns.{key}")
+        name = str(settings.get(f"data.columns.{key}"))
         if by_name.get(name):
             words = [
                 len(value if isinstance(value, list) else str(value).split())
