@@ -26,6 +26,7 @@ from train.checkpoints.store import LocalStore
 from train.config import (
     BackendConfig,
     CheckpointConfig,
+    ModelConfig,
     OptimConfig,
     ShardsConfig,
     TaskConfig,
@@ -38,6 +39,15 @@ from train.run import stopping
 from train.run.stopping import StopRequest
 from train.run_folder.samples import Sample
 from train.tasks import TASKS, Task, TaskSpec
+
+BERT = ModelConfig(
+    architecture="bert",
+    max_positions=64,
+    hidden_size=8,
+    num_layers=1,
+    num_heads=2,
+    intermediate_size=8,
+)
 
 ROWS, EVAL_ROWS = 160, 10
 NAN = float("nan")

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from running import lines, train_overrides
+from toy import BERT
 
-from train.config import ModelConfig
 from train.entry import main as train
 from train.machine.console import begin_program
 from train.models.encoder import build_masked_lm
@@ -24,14 +24,6 @@ STEP_S, LOG_EVERY = 0.7, 10
 EXPORT = "the export has the weights of step"
 # The first line is a warning.
 TUNED = ["validation has only 12 examples", "evaluation", EXPORT, "done at step 4", "report: "]
-BERT = ModelConfig(
-    architecture="bert",
-    max_positions=64,
-    hidden_size=8,
-    num_layers=1,
-    num_heads=2,
-    intermediate_size=8,
-)
 SHORT = ["max_steps=4", "eval_every=2", "checkpoint.every=2", "data.num_workers=0", "samples=2"]
 
 

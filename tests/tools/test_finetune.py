@@ -15,21 +15,13 @@ import running
 import yaml
 from forks import Forked
 from rejections import rejects
+from toy import BERT
 
 from train import api
-from train.config import ModelConfig
 from train.models.encoder import build_masked_lm
 from train.storage import hub_access
 from train.tools import evaluate, finetune, predict
 
-BERT = ModelConfig(
-    architecture="bert",
-    max_positions=64,
-    hidden_size=8,
-    num_layers=1,
-    num_heads=2,
-    intermediate_size=8,
-)
 QUICK = ["max_steps=4", "eval_every=2", "checkpoint.every=2", "data.num_workers=0", "samples=2"]
 
 

@@ -12,9 +12,10 @@ import torch
 import yaml
 from finetuning import FP32, asking, train_with, tuned, tuning, two_lengths
 from running import train_config
+from toy import BERT
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
-from train.config import ModelConfig, to_dict
+from train.config import to_dict
 from train.models.encoder import build_masked_lm
 from train.models.heads import build_with_head
 from train.run import compose as cli
@@ -24,14 +25,6 @@ from train.tasks import predictor
 from train.tools import predict
 
 LABELS = ["bad", "fair", "good"]
-BERT = ModelConfig(
-    architecture="bert",
-    max_positions=64,
-    hidden_size=8,
-    num_layers=1,
-    num_heads=2,
-    intermediate_size=8,
-)
 
 
 @pytest.fixture(scope="module")
