@@ -51,6 +51,7 @@ COMMANDS = {
 }
 
 COMPLETION = "--completion"
+QUIET = "--quiet"
 ON_RANKS = ("train", "finetune", "bench", "evaluate")  # torchrun may start these
 
 
@@ -59,6 +60,8 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:]
     if arguments is not None:
         words = arguments
+    if words[:1] == [QUIET] and len(words) > 1:  # before the command instead of behind it
+        words = [*words[1:], QUIET]
     first = next(iter(words), "--help")
     if first in COMMANDS:
         return run(first, words[1:])

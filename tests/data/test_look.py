@@ -182,3 +182,45 @@ def test_two_readings_name_the_setting_that_decides(says):
 def test_columns_of_texts_that_are_not_read_are_named():
     columns = columns_of(rows(title=TEXTS, text=TEXTS, note=TEXTS, label=["x", "y"]))
     assert reading_of(columns, {}).unread == ["title", "note"]
+
+
+SPANS = [[[0, 4, "PER"]], [[0, 4, "LOC"], [5, 11, "PER"]]]
+WORDS = [["one", "two"]]
+SEEN = {
+    "lists of labels": ({"text": TEXTS, "labels": [["b"], ["a", "b"]]}, "2 labels (a, b)"),
+    "lists as text": ({"text": TEXTS, "labels": ["['b']", "['a', 'b']"]}, "2 labels (a, b)"),
+    "labels with a separator": (
+        {"text": TEXTS, "labels": ["a;b", "a", "b", "a;b"]},
+        "2 labels (a, b)",
+    ),
+    "columns of bits": (
+        {"text": TEXTS, "rude": [0, 1], "toxic": [1, 0]},
+        "2 labels (rude, toxic)",
+    ),
+    "lists of bits name nothing": ({"text": TEXTS, "labels": [[0, 1], [1, 0]]}, ""),
+    "spans": ({"text": TEXTS, "spans": SPANS}, "2 types of entities (LOC, PER)"),
+    "spans as objects": (
+        {"text": TEXTS, "spans": [[{"start": 0, "end": 4, "labels": ["ORG"]}]]},
+        "1 type of entities (ORG)",
+    ),
+    "tags": (
+        {"tokens": WORDS, "tags": [["B-PER", "O"], ["O", "S-LOC"]]},
+        "2 types of entities (LOC, PER)",
+    ),
+    "plain tags": ({"tokens": WORDS, "tags": [["verb", "noun"]]}, "2 tags (noun, verb)"),
+    "numbers of unknown tags": ({"tokens": WORDS, "tags": [[0, 3]]}, ""),
+    "tags that are none": ({"tokens": WORDS, "tags": [[{"a": 1}]]}, ""),
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_labels_and_types_of_entities_are_named(name):
+    columns, seen = SEEN[name]
+    assert reading_of(columns_of(rows(**columns)), {}).seen == seen
+
+
+def test_names_of_numbered_tags_are_those_of_the_data_set():
+    columns = columns_of(
+        rows(tokens=WORDS, ner_tags=[[0, 1]]), {"ner_tags": ["O", "B-PER", "I-PER"]}
+    )
+    assert reading_of(columns, {}).seen == "1 type of entities (PER)"

@@ -352,9 +352,9 @@ def test_one_json_document_is_read_as_its_rows(folder, write):
     path = put(folder, "a.json.gz", write([*OBJECTS, {"text": "last"}]))
     assert new_texts(path) == [*TEXTS, "last"]
     for content, message in (
-        (write([*OBJECTS, 3]), "gz, row 41: a int where an object should be"),
+        (write([*OBJECTS, 3]), "gz, row 41: 3 where an object should be"),
         (write(OBJECTS)[:-1], r"gz:\d+: not JSON: "),
-        (write([[]]), "gz, row 1: a list where"),
+        (write([[]]), r"gz, row 1: \[\] where an object"),
     ):
         rejects(message, read, put(folder, "a.json.gz", content))
 
@@ -366,6 +366,13 @@ def test_a_column_that_is_not_read_may_have_any_type(folder):
     pyarrow.parquet.write_table(pyarrow.table(columns | {"counts": counts}), path)
     assert len(all_texts(read(path))) == 40
     rejects("a.parquet cannot be read as Parquet: ", read, path, columns={"label": "counts"})
+
+
+@pytest.mark.parametrize("form", ["hub", "saved"])
+def test_a_file_is_no_data_set(folder, form):
+    path = put(folder, "a.json", json.dumps(OBJECTS))
+    reason = f"a.json is a file, which data.format={form} does not read; set data=records"
+    rejects(reason, read, path, format=form)
 
 
 def table(names=("neg", "pos")):

@@ -14,6 +14,7 @@ from running import ROOT
 from test_bad_inputs import MAINS
 
 import train
+from train import __main__ as program
 from train.config import Failure, InputError, Unreachable
 from train.machine.torchrun import first_to
 from train.run.command import DONE, FAILED, INTERRUPTED, REJECTED, UNREAD, guarded
@@ -231,3 +232,13 @@ def test_python_without_the_environment_is_one_line(command):
     (line,) = done.stderr.splitlines()
     assert done.returncode == 1 and "has no module " in line
     assert ".venv/bin/python" in line and "source .venv/bin/activate" in line
+
+
+def test_the_flag_quiet_may_stand_before_the_command(monkeypatch, capsys):
+    given = []
+    monkeypatch.setattr(program, "run", lambda command, words: given.append((command, words)) or 0)
+    assert program.main(["--quiet", "records", "data.path=x"]) == 0
+    assert program.main(["--quiet", "run_dir=x"]) == 0
+    assert given == [("records", ["data.path=x", "--quiet"]), ("train", ["run_dir=x", "--quiet"])]
+    assert program.main(["--quiet", "trian"]) == 2
+    assert "no command trian" in capsys.readouterr().err

@@ -175,7 +175,7 @@ def no_code(monkeypatch):
         ("x = (", r"line 1: SyntaxError: "),
         ("x = 1", r"it has no table; define one of TASKS, OPTIMIZERS, SCHEDULES"),
         ("TASKS = [1]", r"TASKS must be a table"),
-        ("TASKS = {'a': 3}", r"TASKS: a must be a TaskSpec, not 3"),
+        ("TASKS = {'a': 3}", r"TASKS: a must be of type TaskSpec, not 3"),
         ("SCHEDULES = {'linear': max}", r"SCHEDULES: optim.schedule=linear exists already"),
         (
             "from train.tasks import TASKS as KNOWN\nTASKS = {'a': KNOWN['classify']}",

@@ -39,7 +39,7 @@ def take(given: str) -> None:
                 continue
             check(
                 isinstance(entry, kind),
-                f"{where}: {name} must be a {kind.__name__}, not {entry!r}",
+                f"{where}: {name} must be of type {kind.__name__}, not {entry!r}",
             )
             check(name not in known, f"{where}: {key}={name} exists already; choose another name")
             if not callable(entry):

@@ -153,7 +153,7 @@ def read_object(content: bytes) -> dict[str, Any]:
     """Return the JSON object in a file. Raises BadContent if the file contains anything else."""
     value = read_json(content)
     if not isinstance(value, dict):
-        raise BadContent(f"it is not a JSON object but a {type(value).__name__}")
+        raise BadContent(f"it is not a JSON object but {value!r:.40}")
     return value
 
 

@@ -173,7 +173,7 @@ def document_rows(path: Path, name: str, encoding: str) -> Iterator[LocatedRow]:
     check(len(lists) == 1, f"{name}: {found}; {cure}")
     for number, row in enumerate(lists[0], 1):
         if not isinstance(row, dict):
-            row = BadRow(f"a {type(row).__name__} where an object should be")
+            row = BadRow(f"{row!r:.40} where an object should be")
         yield f"{name}, row {number}", row
 
 

@@ -15,6 +15,7 @@ from train.config import InputError, check, plural, shortlist
 from train.data.records.content_checks import BITS, NUMBER, PLAIN_NUMBER, TRUTHS, WHOLE, items_of
 from train.data.records.examples import hint_on
 from train.data.records.row import plain_label
+from train.data.records.spans import span_parts
 
 LABEL_NAMES = ("label", "labels")  # these win over all other names
 LABEL_ENDS = (
@@ -99,7 +100,7 @@ class Column:
     @property
     def holds_plain_tags(self) -> bool:
         """Return whether the values are lists of tags without prefixes, such as parts of speech."""
-        tags = {tag for value in self.values if isinstance(value, list) for tag in value}
+        tags = [tag for value in self.values if isinstance(value, list) for tag in value]
         are_names = bool(tags) and all(isinstance(tag, str) for tag in tags)
         return are_names and not any(tag == "O" or TAG_PREFIX.match(tag) for tag in tags)
 
@@ -208,7 +209,11 @@ def details_of(label: Column, task: str) -> dict[str, Any]:
 
 
 def seen_in(labels: Sequence[Column], task: str) -> str:
-    """Return in words what the labels' column holds."""
+    """Return in words what the columns of the labels hold."""
+    if not labels:
+        return ""
+    if task == "multilabel":
+        return counted(several_in(labels), "label", "labels")
     if len(labels) != 1 or labels[0].holds_lists:
         return ""
     names = sorted(labels[0].distinct)
@@ -217,11 +222,61 @@ def seen_in(labels: Sequence[Column], task: str) -> str:
     if labels[0].label_names and task == "classify":
         names = [*labels[0].label_names]
     if task == "classify":
-        return f"{plural(len(names), 'class', 'classes')} ({shortlist(names)})"
+        return counted(names, "class", "classes")
     if task == "regress" and all(map(PLAIN_NUMBER.fullmatch, names)):
         numbers = [float(name) for name in names]
         return f"numbers from {min(numbers):g} to {max(numbers):g}"
     return ""
+
+
+def counted(names: Sequence[str], one: str, several: str) -> str:
+    """Return the number of names and the first of them; "" if there are none."""
+    if not names:
+        return ""
+    return f"{plural(len(names), one, several)} ({shortlist(names)})"
+
+
+def several_in(labels: Sequence[Column]) -> list[str]:
+    """Return the labels of rows that have several each; [] if the rows do not name them."""
+    if len(labels) > 1:
+        return [column.name for column in labels]
+    (label,) = labels
+    separator = separator_of(label)
+    found = set[str]()
+    for value in label.values:
+        items = items_in(value)
+        if separator is not None:
+            items = value.split(separator)
+        found.update(str(item).strip() for item in items)
+    if found <= BITS:  # one for each label
+        return []
+    return sorted(found - {""})
+
+
+def items_in(value: Any) -> list[Any]:
+    """Return the items of a list, which may be written as text; [] of other values."""
+    if isinstance(value, str):
+        return items_of(value) or []
+    return value if isinstance(value, list) else []
+
+
+def types_in(tags: Column) -> str:
+    """Return in words which types of entities a column of tags or spans holds, or which plain tags."""
+    if tags.holds_spans:
+        types = {type_of(span) for value in tags.values for span in items_in(value)}
+        return counted(sorted(types - {""}), "type of entities", "types of entities")
+    found = tags.label_names or [tag for value in tags.values for tag in items_in(value)]
+    names = {tag for tag in found if isinstance(tag, str) and tag != "O"}
+    if tags.holds_plain_tags:
+        return counted(sorted(names), "tag", "tags")
+    types = {name[2:] for name in names if TAG_PREFIX.match(name)}
+    return counted(sorted(types), "type of entities", "types of entities")
+
+
+def type_of(span: Any) -> str:
+    """Return the type of the entity that a span names; "" if it is no string."""
+    found = span[-1] if isinstance(span, list) else span_parts(span)[-1]
+    return found if isinstance(found, str) else ""
 
 
 def first_of(names: Iterable[str], columns: Collection[str]) -> str | None:
@@ -247,7 +302,8 @@ def entities(columns: Mapping[str, Column], words: str | None, spans: str | None
         found["data.columns.tags"] = tags
     if spans is None and tags is not None and columns[tags].holds_plain_tags:
         found["task.scheme"] = "none"
-    return Reading("ner", found)
+    seen = "" if tags is None else types_in(columns[tags])
+    return Reading("ner", found, seen=seen)
 
 
 # ---- labels ----------------------------------------------------------------------------------------------------------

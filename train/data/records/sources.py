@@ -41,10 +41,17 @@ def open_source(cfg: RecordsConfig, s3: S3Config) -> FileSource | SavedSource | 
 
 
 def layout(cfg: RecordsConfig, s3: S3Config) -> str:
-    """Return how `data.path` stores its splits: "files", "saved" or "hub"."""
+    """Return how `data.path` stores its splits: "files", "saved" or "hub".
+
+    Raises InputError for a file that is said to be a data set.
+    """
     if cfg.format in FILE_FORMATS:
         return "files"
     if cfg.format != "auto":
+        check(
+            is_s3(cfg.path) or not local_path(cfg.path).is_file(),
+            f"data.path={cfg.path} is a file, which data.format={cfg.format} does not read; set data=records",
+        )
         return cfg.format
     if is_named(cfg.path) or is_s3(cfg.path):
         return "files"

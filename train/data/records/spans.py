@@ -47,12 +47,19 @@ def words_of(text: str, spans: Any, column: str) -> tuple[list[str], list[str]]:
 def span_of(span: Any, text: str, column: str) -> Span:
     """Return a span that is a list or an object. Raises BadRow if it is neither, or is not in the text."""
     if isinstance(span, dict):
-        span = [next((span[name] for name in names if name in span), None) for names in KEYS]
-        if isinstance(span[2], list) and len(span[2]) == 1:
-            span[2] = span[2][0]
+        span = span_parts(span)
     if isinstance(span, list) and list(map(type, span)) == [int, int, str]:
         first, last, kind = span
         if 0 <= first < last <= len(text) and kind.strip():
             return first, last, kind.strip()
     wanted = f"[first, last, type] in a text of {len(text)} characters"
     raise BadRow(f"{column} holds the span {span!r:.60}, not {wanted}")
+
+
+def span_parts(span: dict[str, Any]) -> list[Any]:
+    """Return the first and last characters and the type of a span that is an object; None for what it lacks."""
+    parts = [next((span[name] for name in names if name in span), None) for names in KEYS]
+    kind = parts[2]
+    if isinstance(kind, list) and len(kind) == 1:
+        parts[2] = kind[0]
+    return parts

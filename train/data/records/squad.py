@@ -41,7 +41,7 @@ def questions(
 ) -> Iterator[tuple[str, Values]]:
     """Yield the location and values of each innermost object in nested lists, with the "context" of an outer object."""
     if not isinstance(node, dict):
-        yield where, BadRow(f"a {type(node).__name__} where an object should be")
+        yield where, BadRow(f"{node!r:.40} where an object should be")
         return
     if not levels:
         row = above | {key: node[key] for key in OF_QUESTIONS if key in node}
