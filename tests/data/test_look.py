@@ -207,7 +207,7 @@ SEEN = {
         {"tokens": WORDS, "tags": [["B-PER", "O"], ["O", "S-LOC"]]},
         "2 types of entities (LOC, PER)",
     ),
-    "plain tags": ({"tokens": WORDS, "tags": [["verb", "noun"]]}, "2 tags (noun, verb)"),
+    "plain tags": ({"tokens": WORDS, "tags": [["article", "noun"]]}, "2 tags (article, noun)"),
     "numbers of unknown tags": ({"tokens": WORDS, "tags": [[0, 3]]}, ""),
     "tags that are none": ({"tokens": WORDS, "tags": [[{"a": 1}]]}, ""),
 }

@@ -97,7 +97,7 @@ class TrainConfig(Section):
     # The number of validation sequences, drawn with the seed; None uses all.
     eval_examples: int | None = setting(None, above=0)
     # The number of sequences per evaluation batch of a rank, to which the last batch is padded; None uses
-    # micro_batch_size.
+    # micro_batch_size or, if a step is cut to save padding, a rank's share of it.
     eval_batch_size: int | None = setting(None, above=0, most=MAX_EVAL_BATCH)
     # Write run_dir/export at the end: a model folder that needs only transformers.
     export: bool = True

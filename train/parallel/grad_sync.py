@@ -4,7 +4,7 @@
     GradSync      one rank on ddp           never                                         -           its labels
     DDPSync       parallel=data on ddp      in the last backward pass, by buckets         average     labels / ranks
     XLASync       xla, even with one rank   in `reduce`, in the graph of the update       sum         labels
-    ShardSync     parallel=fsdp             in the last backward pass, or in every one    sum         labels
+    ShardSync     parallel=fsdp             in the last backward pass                     sum         labels
     PipelineSync  parallel=pipeline         in `reduce`, over the holders of each weight  sum         labels
 
 torch's DDP always divides by the number of ranks, so DDPSync also divides the label count by it. With one rank, XLASync

@@ -11,7 +11,7 @@ would miss later owners.
 This table lists the changes to the run folder, and the check of `Ownership` that precedes each:
 
     most files                       `check`, each time: OwnedFolder
-    settings, a half-written line    `check`: train/run_folder/run_folder.py (describe, cut_half_written_line)
+    a half-written line              `check`: train/run_folder/run_folder.py (cut_half_written_line)
     metrics.jsonl and its curves     `may_append`: train/observe/journal.py
     logs                             `lost`, set by the next heartbeat: train/run_folder/run_folder.py (set_up_logging)
     stacks                           `check`: train/run/watchdog.py (report)
@@ -19,7 +19,8 @@ This table lists the changes to the run folder, and the check of `Ownership` tha
     export/                          `check`, before and after: train/run_folder/exported.py, train/observe/card.py
     STOP                             nothing: launch/commands.py (stop), launch/supervise.py (StopFile); it only asks
     removal of STOP                  `check`: train/run/attempt.py; nothing: launch, when no attempt runs
-    report/                          nothing: train/tools/report.py
+    wandb/                           nothing: train/observe/trackers.py; each attempt has files of its own
+    report/                          nothing: train/tools/report.py, train/tools/finetune.py
 
 Code that writes another file must use `RunFolder.folder`, which is an OwnedFolder, and add the file to this table. A
 command other than the run itself must take a lease.

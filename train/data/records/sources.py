@@ -43,7 +43,7 @@ def open_source(cfg: RecordsConfig, s3: S3Config) -> FileSource | SavedSource | 
 def layout(cfg: RecordsConfig, s3: S3Config) -> str:
     """Return how `data.path` stores its splits: "files", "saved" or "hub".
 
-    Raises InputError for a file that is said to be a data set.
+    Raises InputError if the format is that of a data set but the path is a file.
     """
     if cfg.format in FILE_FORMATS:
         return "files"
