@@ -156,23 +156,27 @@ def parquet_of(rows: Any) -> bytes:
     return file.getvalue()
 
 
-def report(*runs: str, output: str | None = None) -> Path:
+def report(*runs: str, output: str | None = None, imports: Sequence[str] = ()) -> Path:
     """Write the report on runs, of which the others are compared with the first, and return the path of its page."""
-    arguments = values(runs)
+    arguments = [*flags(imports), *values(runs)]
     if output is not None:
         arguments.append(f"--output={output}")
     said = done("report", arguments)
     return Path(said.removeprefix("report: "))
 
 
-def compare(*runs: str) -> Any:
+def compare(*runs: str, imports: Sequence[str] = ()) -> Any:
     """Return a pandas.DataFrame with a row for each run: settings in which they differ, scores, speed, time and cost.
 
-    A score is that of the exported weights or, without an export, of the last evaluation. Unknown numbers are NaN.
-    Raises InputError if one is no run folder.
+    A score is that of the exported weights or, without an export, of the last evaluation. Unknown numbers are NaN, as
+    are the scores of a task of your own without its file in `imports`, which is run in this process. Raises InputError
+    if one is no run folder.
     """
     from train.observe.report.run import beside, read_run, tell_apart  # imports pandas
+    from train.run import own
 
+    for path in imports:
+        own.take(path)
     check(bool(runs), "there is nothing to compare: give the run_dir of each run")
     found = [read_run(open_folder(location, S3Config())) for location in values(runs)]
     tell_apart(found)

@@ -153,8 +153,13 @@ def how_it_learns(cfg: TrainConfig) -> list[str]:
     """Return what a run from other weights does with them, since nobody may have typed it."""
     if cfg.model.pretrained is None:
         return []
-    lengths = {"epochs": cfg.max_epochs, "steps": cfg.max_steps, "sequences": cfg.max_examples}
-    length = " or ".join(f"{value:g} {unit}" for unit, value in lengths.items() if value)
+    lengths = {"epoch": cfg.max_epochs, "step": cfg.max_steps, "sequence": cfg.max_examples}
+    given = [
+        f"{value:g} {unit if value == 1 else unit + 's'}"
+        for unit, value in lengths.items()
+        if value
+    ]
+    length = " or ".join(given)
     batch = cfg.global_batch_size or f"{cfg.micro_batch_size} per rank"
     optim = cfg.optim
     warmup = f"{optim.warmup_fraction:.0%} of the steps"

@@ -108,6 +108,14 @@ def test_several_runs_are_compared_beside_the_first(tmp_path):
     assert [run.label for run in runs[1:]] == [f"{tmp_path.name}/b", "c/b"]
 
 
+def test_a_task_that_is_not_known_names_the_flag_for_its_scores(tmp_path, capsys):
+    run = write_run(tmp_path / "a", whole_run(), config={"task": {"kind": "focal"}})
+    assert report_command.main([str(run)]) == 0
+    says = "a: task.kind=focal is not known; --import its file to see all scores"
+    assert says in capsys.readouterr().out
+    assert says in shown((run / "report" / "report.html").read_text())
+
+
 def test_settings_that_do_not_fit_at_the_top_stand_further_down_once(tmp_path):
     names = [f"key{number}" for number in range(10)]
     runs = [

@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 from finetuning import tuning
@@ -146,6 +148,16 @@ def test_its_checkpoint_is_exported_and_asked(code, trained, tmp_path):
     assert weights[0] == weights[1]
     card = (trained / "export/README.md").read_text()
     assert "pipeline_tag: text-classification" in card and "| Optimizer | sgd |" in card
+
+
+def test_its_scores_are_compared_with_its_file_alone(code, trained):
+    compare = f"from train import api; table = api.compare({str(trained)!r}, imports=IMPORTS)"
+    for imports, shows in (([], False), ([str(code)], True)):
+        script = f"IMPORTS = {imports}; {compare}; print('kappa' in table)"
+        said = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True)
+        assert said.stdout.decode().strip() == str(shows), said.stderr
+    page = done(f"--import={code}", str(trained), module="report")
+    assert "kappa" in page and "is not known" not in page
 
 
 def test_its_options_are_those_of_the_command_line(code):

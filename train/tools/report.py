@@ -64,8 +64,11 @@ def write_report(
     seeds = comparison.over_seeds(runs)
     rows = seeds or [["", *(run.label for run in runs)], *top_rows(runs)]
     say(*aligned(rows))
+    warnings = [*failed, *comparison.unknown_tasks(runs)]
     if len(runs) > 1:
-        say("", *failed, *comparison.warnings(runs))
+        warnings += comparison.warnings(runs)
+    if warnings:
+        say("", *warnings)
     say("", f"report: {html}")
     return html
 

@@ -9,7 +9,8 @@ from statistics import fmean, stdev
 from train.config.checks import shortlist
 from train.observe.report.data import number
 from train.observe.report.run import Run, ending, has_diverged, settled
-from train.observe.report.texts import count
+from train.observe.report.texts import as_text, count
+from train.tasks import TASKS
 
 SAME_EXAMPLES = 0.01  # a smaller relative difference is ignored: an epoch need not be a multiple of the batch size
 WORK = ("task.", "model.", "optim.", "seed")  # prefixes of settings that determine what is learnt
@@ -92,6 +93,14 @@ def warnings(runs: Sequence[Run]) -> Iterator[str]:
         for what, keys in unfair.items():
             if keys:
                 yield f"{run.label} and {baseline.label}: not the same {what} ({shortlist(keys)})"
+
+
+def unknown_tasks(runs: Sequence[Run]) -> Iterator[str]:
+    """Yield a warning for each run whose scores cannot be shown, because its task is in a file of the user's."""
+    for run in runs:
+        kind = run.config.get("task.kind")
+        if kind is not None and kind not in TASKS:
+            yield f"{run.label}: task.kind={as_text(kind)} is not known; --import its file to see all scores"
 
 
 def work_differences(run: Run, baseline: Run) -> list[str]:

@@ -270,6 +270,7 @@ def render(runs: list[Run], output: Path, *, failed: Sequence[str] = ()) -> Path
         warnings += remarks(records)
     else:
         warnings += comparison.warnings(runs)
+    warnings += comparison.unknown_tasks(runs)
     html = fill_template(
         "report.html.j2",
         {
