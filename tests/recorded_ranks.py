@@ -2,7 +2,8 @@
 
 plain: steps are not recorded, and torch's DDP reduces. lying: the replays of rank 1 differ from its plain steps.
 unused: the model has a parameter without gradient. unlabelled: some batches of rank 1 have no labels. full: rank 1 runs
-out of memory in a step that has sent nothing. refusing: rank 1 must record, and cannot.
+out of memory in a step that has sent nothing. late: it does so after it has sent gradients. refusing: rank 1 must
+record, and cannot.
 """
 
 from __future__ import annotations
@@ -110,6 +111,8 @@ def run_out_of_memory() -> None:
     def without_memory(self: Any, function: Any, inputs: Any) -> None:
         if RANK == 1 and self.recorded and not failed and "micro" in function.__name__:
             failed.append(function)
+            if "late" in WAYS:
+                run(self, function, inputs)
             raise torch.OutOfMemoryError("out of memory")
         run(self, function, inputs)
 
@@ -125,6 +128,7 @@ if __name__ == "__main__":
         "unused": add_unused_parameter,
         "unlabelled": drop_labels,
         "full": run_out_of_memory,
+        "late": run_out_of_memory,
     }.items():
         if way in WAYS:
             change()

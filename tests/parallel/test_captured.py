@@ -543,6 +543,15 @@ def test_a_single_rank_records_unless_the_rate_of_its_optimizer_is_a_number(monk
     )
 
 
+def test_ranks_that_hold_shards_reject_graphs_that_must_be(monkeypatch):
+    monkeypatch.setattr(ddp, "captures_steps", lambda *_: True)
+    backend = ddp.DDP(BackendConfig(device="cpu"))
+    backend.world.size = 2
+    backend.must_capture = True
+    build = partial(build_engine, FSDPConfig(), OptimConfig(), backend, Line(), None)
+    rejects("true does not work with parallel=fsdp on several ranks", build, accumulation=1)
+
+
 @pytest.mark.parametrize(("device", "waits"), [("cuda", False), ("neuron", True), ("xla", True)])
 def test_only_cuda_is_sent_a_count_without_a_wait(device, waits):
     """CUDA alone takes the bytes before the call returns, after which the host's tensor is freed."""

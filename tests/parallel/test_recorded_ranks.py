@@ -111,6 +111,14 @@ def test_a_rank_without_memory_that_has_sent_nothing_begins_its_step_again(train
 
 
 @pytest.mark.slow
+def test_a_rank_without_memory_that_has_sent_gradients_ends_the_run(trained):
+    """To begin the step again, it would send them twice."""
+    run_dir, _, stderr = trained("late", "micro_batch_size=4", code=1)
+    assert "OutOfMemoryError: out of memory" in stderr
+    assert "steps run without CUDA graphs" not in log(run_dir, 1)
+
+
+@pytest.mark.slow
 def test_a_rank_that_must_record_and_cannot_ends_the_run_on_all_ranks(trained):
     *_, stderr = trained("refusing", "micro_batch_size=4", code=1)
     line = "error: backend.cuda_graphs=true, but the update cannot run as a CUDA graph"
