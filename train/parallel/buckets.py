@@ -47,16 +47,13 @@ class BucketSync(GradSync):
         self.num_complete = 0  # buckets, in this backward pass
         self.num_sent = 0  # buckets, in this step
         self.sending: list[tuple[Any, Tensor, Tensor]] = []
+        self.is_built = False
         self.is_last = False
         self.is_held = False
         for weight in model.parameters():
             dist.broadcast(weight.detach(), src=0)
         for number, parameter in enumerate(self.parameters):
             parameter.register_post_accumulate_grad_hook(partial(self.see, number))
-
-    @property
-    def is_built(self) -> bool:
-        return bool(self.buckets)
 
     def add_counts(self) -> None:
         self.num_sent = 0
@@ -84,7 +81,7 @@ class BucketSync(GradSync):
 
     def see(self, number: int, _: Tensor) -> None:
         """Note that a gradient is complete in this backward pass. Send the buckets that now are."""
-        if not self.buckets:
+        if not self.is_built:
             self.arrived[number] = None
             return
         if number not in self.bucket_of:
@@ -111,7 +108,7 @@ class BucketSync(GradSync):
         self.num_sent = max(self.num_sent, until)
 
     def reduce(self) -> Tensor:
-        if not self.buckets:
+        if not self.is_built:
             self.build()
         # also those to which a parameter gave no gradient
         self.send(len(self.buckets))
@@ -129,6 +126,7 @@ class BucketSync(GradSync):
         for group in groups(self.parameters, numbers):
             self.bucket_of |= dict.fromkeys(group, len(self.buckets))
             self.buckets.append(flatten([self.parameters[number] for number in group]))
+        self.is_built = True
 
 
 def groups(parameters: Sequence[Tensor], numbers: Iterable[int]) -> list[list[int]]:

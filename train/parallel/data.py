@@ -122,7 +122,7 @@ class Captured(DataParallel):
         # These let a step begin again when it runs out of memory.
         self.earlier_loss = torch.zeros_like(self.loss_sum)
         self.rng: State = {}
-        self.begun: list[tuple[Callable[[Inputs], None], Inputs]] = []
+        self.begun: list[tuple[bool, Inputs]] = []
         self.is_updating = False
         self.sync.outside = self.graphs.outside
         self.sync.begin(0.0)
@@ -138,14 +138,9 @@ class Captured(DataParallel):
 
     def forward_backward(self, batch: Batch, *, is_last: bool) -> None:
         self.backend.try_graphs(lambda: self._gradients(batch))
-        part = self._micro_batch
-        if self.is_whole:
-            part = self._step
-        elif is_last and self.data_size > 1:
-            part = self._last_micro_batch
-        self.begun.append((part, batch["inputs"]))
+        self.begun.append((is_last, batch["inputs"]))
         with self.backend.work.timed():
-            self._run(part, batch["inputs"])
+            self._run(self._part(is_last), batch["inputs"])
 
     def reduce_and_clip(self) -> Tensor:
         if not self.is_whole:
@@ -193,8 +188,16 @@ class Captured(DataParallel):
         self.backend.set_rng_state(self.rng)
         self.loss_sum.copy_(self.earlier_loss)
         self.optimizer.zero_grad(set_to_none=self.is_whole)
-        for part, inputs in self.begun:
-            part(inputs)
+        for is_last, inputs in self.begun:
+            self._part(is_last)(inputs)
+
+    def _part(self, is_last: bool) -> Callable[[Inputs], None]:
+        """Return what `forward_backward` runs."""
+        if self.is_whole:
+            return self._step
+        if is_last and self.data_size > 1:
+            return self._last_micro_batch
+        return self._micro_batch
 
     def _step(self, inputs: Inputs) -> None:
         self.optimizer.zero_grad(set_to_none=True)  # a failed recording leaves gradients behind
