@@ -125,7 +125,7 @@ class Captured(DataParallel):
         self.begun: list[tuple[bool, Inputs]] = []
         self.is_updating = False
         self.sync.outside = self.graphs.outside
-        self.sync.begin(0.0)
+        self.sync.count = torch.zeros_like(self.loss_sum)
 
     def begin_step(self, count: float, lr: float) -> None:
         self.lr = lr
