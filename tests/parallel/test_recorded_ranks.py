@@ -79,6 +79,16 @@ def test_recorded_ranks_train_as_with_ddp(trained, ways, micro, ranks):
 
 
 @pytest.mark.slow
+def test_nothing_is_recorded_before_gradients_have_their_addresses(trained):
+    """The first step has as many micro batches as run before a recording."""
+    settings = ["micro_batch_size=1", "global_batch_size=12"]
+    plain, *_ = trained("plain", *settings)
+    run_dir, reports, _ = trained("", *settings)
+    assert_trains_as_ddp(run_dir, plain)
+    assert reports[0]["parts"]["_micro_batch"] == [1]
+
+
+@pytest.mark.slow
 def test_recorded_ranks_send_gradients_in_bf16_as_ddp_does(trained):
     settings = ["micro_batch_size=4", "backend.grad_compression=bf16"]
     plain, *_ = trained("plain", *settings)
@@ -114,7 +124,7 @@ def test_a_rank_without_memory_that_has_sent_nothing_begins_its_step_again(train
 def test_a_rank_without_memory_that_has_sent_gradients_ends_the_run(trained):
     """To begin the step again, it would send them twice."""
     run_dir, *_ = trained("late", "micro_batch_size=4", code=1)
-    assert "OutOfMemoryError: out of memory" in log(run_dir, 1)
+    assert "micro_batch_size (the global batch stays the same)" in log(run_dir, 1)
     assert "steps run without CUDA graphs" not in log(run_dir, 1)
 
 

@@ -7,6 +7,7 @@ Ranks whose steps are recorded and ranks whose steps are not send the same bucke
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,14 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from train.parallel.backend import split_like
 from train.parallel.grad_sync import GradSync
 from train.parallel.ranks import World
 
 # The sizes of DDP's buckets. The first one is small, so that sending begins early.
 FIRST_BYTES = 2**20
 BUCKET_BYTES = 25 * 2**20
-# Kernels read several numbers at once where an address is a multiple of their size.
-ALIGNMENT = 64  # numbers
 
 
 class BucketSync(GradSync):
@@ -40,10 +40,10 @@ class BucketSync(GradSync):
         self.world = world
         self.compresses = compresses
         self.parameters = [each for each in model.parameters() if each.requires_grad]
-        self.arrived: dict[int, None] = {}  # parameters by number, in the order of their gradients
+        self.arrived: list[int] = []  # parameters by number, in the order of their first gradients
         self.buckets: list[Tensor] = []  # made at the end of the first step
         self.bucket_of: dict[int, int] = {}
-        self.missing: list[int] = []  # gradients that each bucket awaits in this backward pass
+        self.missing = Counter[int]()  # gradients that each bucket awaits in this backward pass
         self.num_complete = 0  # buckets, in this backward pass
         self.num_sent = 0  # buckets, in this step
         self.sending: list[tuple[Any, Tensor, Tensor]] = []
@@ -63,9 +63,7 @@ class BucketSync(GradSync):
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:
         self.is_last = is_last
         self.num_complete = 0
-        self.missing = [0] * len(self.buckets)
-        for bucket in self.bucket_of.values():
-            self.missing[bucket] += 1
+        self.missing = Counter(self.bucket_of.values())
         # The hooks run in this thread: only the thread that began a recording may end it.
         with torch.autograd.set_multithreading_enabled(False):
             yield
@@ -82,7 +80,7 @@ class BucketSync(GradSync):
     def see(self, number: int, _: Tensor) -> None:
         """Note that a gradient is complete in this backward pass. Send the buckets that now are."""
         if not self.is_built:
-            self.arrived[number] = None
+            self.arrived.append(number)
             return
         if number not in self.bucket_of:
             raise RuntimeError(
@@ -90,11 +88,11 @@ class BucketSync(GradSync):
                 "backend.cuda_graphs=false"
             )
         self.missing[self.bucket_of[number]] -= 1
-        before = self.num_complete
-        while self.num_complete < len(self.missing) and not self.missing[self.num_complete]:
+        if not self.is_last or self.missing[self.num_complete]:
+            return
+        while self.missing.get(self.num_complete) == 0:
             self.num_complete += 1
-        if self.is_last and self.num_complete > before:
-            self.outside(partial(self.send, self.num_complete))
+        self.outside(partial(self.send, self.num_complete))
 
     def send(self, until: int) -> None:
         """Begin to sum the buckets before number `until` over the ranks, unless they are being sent or held."""
@@ -114,14 +112,13 @@ class BucketSync(GradSync):
         self.send(len(self.buckets))
         for work, sent, bucket in self.sending:
             work.wait()
-            if self.compresses:
-                bucket.copy_(sent)
+            bucket.copy_(sent)  # does nothing if they are the same
         self.sending.clear()
         return super().reduce()
 
     def build(self) -> None:
         """Move the gradients of the first step into buckets, which are the same on all ranks."""
-        orders = self.world.all_gather_object(list(self.arrived))
+        orders = self.world.all_gather_object(self.arrived)
         numbers = dict.fromkeys(chain.from_iterable(orders))
         for group in groups(self.parameters, numbers):
             self.bucket_of |= dict.fromkeys(group, len(self.buckets))
@@ -147,11 +144,8 @@ def groups(parameters: Sequence[Tensor], numbers: Iterable[int]) -> list[list[in
 @torch.no_grad()
 def flatten(parameters: Sequence[Tensor]) -> Tensor:
     """Return a new flat tensor, of which the gradients of these parameters are views from now on."""
-    sizes = [-(-each.numel() // ALIGNMENT) * ALIGNMENT for each in parameters]
-    first = parameters[0]
-    flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
-    for parameter, part in zip(parameters, flat.split(sizes), strict=True):
-        view = part[: parameter.numel()].view(parameter.shape)
+    flat = parameters[0].new_zeros(sum(each.numel() for each in parameters))
+    for parameter, view in zip(parameters, split_like(flat, parameters), strict=True):
         if parameter.grad is not None:
             view.copy_(parameter.grad)
         parameter.grad = view

@@ -204,13 +204,10 @@ class Captured(DataParallel):
         self._micro_batch(inputs)
         self._update({})
 
-    def _micro_batch(self, inputs: Inputs) -> None:
-        self._add(inputs, is_last=False)
-
     def _last_micro_batch(self, inputs: Inputs) -> None:
-        self._add(inputs, is_last=True)
+        self._micro_batch(inputs, is_last=True)
 
-    def _add(self, inputs: Inputs, *, is_last: bool) -> None:
+    def _micro_batch(self, inputs: Inputs, *, is_last: bool = False) -> None:
         self.is_updating = False
         with self.backend.autocast(), self._unread_masks():
             loss_sum = self.loss(self.model, inputs)

@@ -39,7 +39,7 @@ class GradSync:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.module, self.device = model, device
         # Runs an action that must not be part of a recording.
-        self.outside: Callable[[Callable[[], None]], None] = lambda action: action()
+        self.outside: Callable[..., None] = lambda action: action()
 
     def begin(self, count: float) -> None:
         """Begin a step in which this rank has `count` labels."""
