@@ -4,7 +4,7 @@
 #     benchmarks/gpu.sh core     5 min   recorded steps against plain ones, and the tests of what only a GPU can show
 #     benchmarks/gpu.sh speed    8 min   our training and the Hugging Face Trainer, as one table: python -m benchmarks.gpu
 #     benchmarks/gpu.sh tests    9 min   the tests of what trains, on the GPU, which ranks share (make test-gpu)
-#     benchmarks/gpu.sh rest     8 min   deterministic runs, traces, fp16, restarts, sanitizer, ranks that share the GPU
+#     benchmarks/gpu.sh rest     9 min   deterministic runs, traces, fp16, restarts, sanitizer, ranks that share the GPU, the host's time
 # The GPU machine needs these wheels, no internet access, and Python 3.12 with torch, transformers, accelerate, pandas,
 # pyarrow and scikit-learn. Logs and tables are written to $OUT [out]. DEVICE=cpu checks these parts without a GPU.
 set -uo pipefail
@@ -73,6 +73,11 @@ tests)
     ;;
 rest)
     run 480 "$python" -m benchmarks.gpu_checks rest --device "$device" "$@"
+    # BERT-base on two ranks: the host's time, which must be below 3 ms if recorded
+    for way in "" --plain; do
+        [ "$device" = cpu ] || run 60 env PYTHONPATH="${PYTHONPATH:-}:." "$python" -m torch.distributed.run --standalone \
+            --nproc-per-node=2 tests/sharing_gpus.py benchmarks/host_time.py $way
+    done
     ;;
 *)
     echo "benchmarks/gpu.sh: $part is not a part; choose pack, core, speed, tests or rest" >&2

@@ -8,6 +8,7 @@
      905  a stream of a capture waits for an event from outside
      906  the legacy stream would wait for an event of a capture
      907  an event of a capture is queried or waited for by the host
+     908  a capture ends in another thread than it began, unless it is relaxed
    One capture at a time. An event or a stream of a capture makes each stream that waits for it join the capture. */
 
 #define _GNU_SOURCE
@@ -22,7 +23,7 @@
 
 typedef cudaError_t Error;
 typedef unsigned long long Id;
-enum { OUT_OF_MEMORY = 2, UNSUPPORTED = 900, INVALIDATED = 901, ISOLATION = 905, IMPLICIT = 906, CAPTURED = 907 };
+enum { OUT_OF_MEMORY = 2, UNSUPPORTED = 900, INVALIDATED = 901, ISOLATION = 905, IMPLICIT = 906, CAPTURED = 907, THREAD = 908 };
 enum { GLOBAL = 0, THREAD_LOCAL = 1, RELAXED = 2 }; /* modes of capture, of a thread and of a capture */
 enum { NONE = 0, ACTIVE = 1, BROKEN = 2 };          /* states of a stream */
 enum { HOST_TO_DEVICE = 1, DEVICE_TO_HOST = 2, ON_DEVICE = 3 };
@@ -124,8 +125,9 @@ Error cudaStreamBeginCapture(void *stream, int mode) {
 }
 
 Error cudaStreamEndCapture(void *stream, Graph **graph) {
-    capture.is_active = 0;
     *graph = NULL;
+    if (capture.mode != RELAXED && !pthread_equal(capture.thread, pthread_self())) return broken(THREAD, "cudaStreamEndCapture");
+    capture.is_active = 0;
     if (capture.is_broken) return fail(INVALIDATED, "cudaStreamEndCapture");
     *graph = malloc(sizeof **graph);
     (*graph)->nodes = capture.nodes;
@@ -485,6 +487,7 @@ const char *cudaGetErrorString(Error error) {
     case INVALIDATED: return "operation failed due to a previous error during capture";
     case ISOLATION: return "dependency created on uncaptured work in another stream";
     case IMPLICIT: return "operation would make the legacy stream depend on a capturing blocking stream";
+    case THREAD: return "operation not permitted in another thread than that of the capture";
     case CAPTURED: return "operation not permitted on an event last recorded in a capturing stream";
     }
     return "an error of the fake";

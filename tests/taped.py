@@ -8,8 +8,7 @@ begins, because on a GPU other graphs use the same pool.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,46 +32,39 @@ def place(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-class Tape(TorchDispatchMode):
-    """A CUDA graph. As a context it records."""
-
-    recording = 0
+class Tape:
+    """A CUDA graph."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.calls: list[tuple[Any, Any, Any, list[tuple[int, Tensor]]]] = []
         self.before: dict[
             int, tuple[Any, Any]
         ] = {}  # memory from before the recording, and what it held
         self.made: dict[int, Any] = {}  # memory that was allocated in the recording
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in WAITS:
-            raise RuntimeError(f"{func}: operation not permitted when stream is capturing")
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Compute a part of the recording."""
         given = {place(each): each.untyped_storage() for each in tensors_in((args, kwargs))}
         for key, memory in given.items():
             if key not in self.made and key not in self.before:
                 self.before[key] = memory, memory.clone()
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         fresh = [
             (n, each) for n, each in enumerate(tensors_in(result)) if place(each) not in given
         ]
         self.made |= {place(each): each.untyped_storage() for _, each in fresh}
-        self.calls.append((func, args, kwargs or {}, fresh))
+        self.calls.append((func, args, kwargs, fresh))
         return result
 
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
-        random = torch.get_rng_state()
-        Tape.recording += 1
-        try:
-            with self:
-                yield
-        finally:
-            Tape.recording -= 1
-            torch.set_rng_state(random)
-            for memory, held in self.before.values():
-                memory.copy_(held)
+    def capture_begin(self, **_: Any) -> None:
+        self.random = torch.get_rng_state()
+        Recording.tape = self
+
+    def capture_end(self) -> None:
+        Recording.tape = None
+        torch.set_rng_state(self.random)
+        for memory, held in self.before.values():
+            memory.copy_(held)
 
     @torch.no_grad()
     def replay(self) -> None:
@@ -82,6 +74,31 @@ class Tape(TorchDispatchMode):
             results = tensors_in(func(*args, **kwargs))
             for number, tensor in fresh:
                 tensor.copy_(results[number])
+
+
+class Recording(TorchDispatchMode):
+    """What `torch.cuda.graph` returns. The tape may change within the context, and within a backward pass."""
+
+    tape: Tape | None = None
+
+    def __init__(self, tape: Tape, **_: Any) -> None:
+        super().__init__()
+        self.cuda_graph = tape
+
+    def __enter__(self) -> Any:
+        self.cuda_graph.capture_begin()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.cuda_graph.capture_end()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if Recording.tape is None:  # between two graphs
+            return func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in WAITS:
+            raise RuntimeError(f"{func}: operation not permitted when stream is capturing")
+        return Recording.tape.call(func, args, kwargs or {})
 
 
 class Watch(TorchDispatchMode):
@@ -101,13 +118,13 @@ def put_tapes(patch: pytest.MonkeyPatch) -> None:
     )
     for name, value in {
         "CUDAGraph": Tape,
-        "graph": lambda tape, **_: tape.recorded(),
+        "graph": Recording,
         "graph_pool_handle": object,
         "default_generators": [generator],
         "current_device": lambda: 0,
         "current_stream": lambda: None,
         "stream": lambda _: nullcontext(),
-        "is_current_stream_capturing": lambda: Tape.recording > 0,
+        "is_current_stream_capturing": lambda: Recording.tape is not None,
         "get_sync_debug_mode": lambda: 0,
         "set_sync_debug_mode": lambda mode: (
             watching.enter_context(Watch()) if mode else watching.close()

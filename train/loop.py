@@ -294,7 +294,7 @@ class Training:
             batches, failure = self.data.draw()
         self.metrics.data_ready()
         self.checkpoints.report()
-        self.votes.cast(failure or self.checkpoints.failure)
+        self.votes.cast(failure or self.engine.failure or self.checkpoints.failure)
         return batches
 
     @property

@@ -23,6 +23,7 @@ from train.parallel import captured, ddp
 from train.parallel.data import Captured, DataParallel
 from train.parallel.engines import build_engine
 from train.parallel.grad_sync import sent
+from train.parallel.optim import OPTIMIZERS, OptimizerSpec, build_adamw, set_learning_rate
 from train.run.stopping import StopRequest
 from train.storage import imported
 from train.tasks.finetune import TextTask
@@ -291,13 +292,12 @@ def test_a_graph_that_keeps_the_rate_of_its_recording_is_not_used(
 
     def stale(self, function, inputs):
         engine = self.proof.engine
-        replay, (_, kept) = record(self, function, inputs), engine.numbers
+        replay, kept = record(self, function, inputs), engine.lr / 2
 
         def replayed():
-            count, lr = engine.numbers
-            engine.set_numbers(count, kept)
+            set_learning_rate(engine.optimizer, kept)
             replay()
-            engine.set_numbers(count, lr)
+            set_learning_rate(engine.optimizer, engine.lr)
 
         return replayed
 
@@ -365,7 +365,7 @@ def test_a_step_that_begins_again_counts_its_earlier_losses_once(
     run_part, failed = captured.Graphs.run, []
 
     def without_memory(self, function, inputs):
-        if self.recorded and not failed and len(self.proof.engine.inputs) == 2:
+        if self.recorded and not failed and len(self.proof.engine.begun) == 2:
             failed.append(inputs)
             raise torch.OutOfMemoryError("out of memory")
         run_part(self, function, inputs)
@@ -398,7 +398,8 @@ class NoProof:
     """For functions that change nothing."""
 
     other_numbers = nullcontext
-    engine = SimpleNamespace(model=None, backend=SimpleNamespace(precision="fp32"))
+    sync = SimpleNamespace(held=nullcontext)
+    engine = SimpleNamespace(model=None, backend=SimpleNamespace(precision="fp32"), sync=sync)
 
     def begin(self):
         return None
@@ -488,22 +489,20 @@ def test_restored_moments_are_recorded_anew(recorded, prepared, tmp_path, monkey
 
 
 @pytest.mark.parametrize(
-    ("settings", "device", "precision", "ranks", "captures"),
+    ("settings", "device", "precision", "captures"),
     [
-        ({}, "cuda", "bf16", 1, True),
-        ({}, "cuda", "fp32", 1, True),
-        ({}, "cpu", "bf16", 1, False),
-        ({}, "cuda", "bf16", 2, False),
-        ({}, "cuda", "fp16", 1, False),
-        ({"activation_checkpointing": True}, "cuda", "bf16", 1, False),
-        ({"cuda_graphs": False}, "cuda", "bf16", 1, False),
-        ({"cuda_graphs": True}, "cpu", "bf16", 1, "needs a CUDA device"),
-        ({"cuda_graphs": True}, "cuda", "bf16", 2, "needs one rank, not 2"),
-        ({"cuda_graphs": True}, "cuda", "fp16", 1, "does not support backend.precision=fp16"),
+        ({}, "cuda", "bf16", True),
+        ({}, "cuda", "fp32", True),
+        ({}, "cpu", "bf16", False),
+        ({}, "cuda", "fp16", False),
+        ({"activation_checkpointing": True}, "cuda", "bf16", False),
+        ({"cuda_graphs": False}, "cuda", "bf16", False),
+        ({"cuda_graphs": True}, "cpu", "bf16", "needs a CUDA device"),
+        ({"cuda_graphs": True}, "cuda", "fp16", "does not support backend.precision=fp16"),
     ],
 )
-def test_who_captures(monkeypatch, settings, device, precision, ranks, captures):
-    asked = BackendConfig(**settings), torch.device(device), precision, ranks
+def test_who_captures(monkeypatch, settings, device, precision, captures):
+    asked = BackendConfig(**settings), torch.device(device), precision
     if isinstance(captures, str):
         rejects(captures, ddp.captures_steps, *asked)
         return
@@ -511,7 +510,7 @@ def test_who_captures(monkeypatch, settings, device, precision, ranks, captures)
     # numbers there may change from step to step
     monkeypatch.setitem(imported.IMPORTED, "focal.py", SimpleNamespace())
     assert ddp.captures_steps(*asked) is False
-    assert ddp.captures_steps(BackendConfig(cuda_graphs=True), torch.device("cuda"), "bf16", 1)
+    assert ddp.captures_steps(BackendConfig(cuda_graphs=True), torch.device("cuda"), "bf16")
 
 
 def test_a_run_whose_steps_are_recorded_compiles_layers(monkeypatch):
@@ -536,11 +535,21 @@ def test_a_single_rank_records_unless_the_rate_of_its_optimizer_is_a_number(monk
     backend = ddp.DDP(BackendConfig(device="cpu"))
     build = partial(build_engine, parallel, OptimConfig(), backend, Line(), None, accumulation=1)
     assert type(build()) is Captured
-    backend.adamw = {"fused": True}
+    numbers = OptimizerSpec(lambda cfg, groups, _: build_adamw(cfg, groups, {"fused": True}))
+    monkeypatch.setitem(OPTIMIZERS, "adamw", numbers)
     rejects(
         "optim.name=adamw: its learning rate is a Python number, which a CUDA graph would not update",
         build,
     )
+
+
+def test_ranks_that_hold_shards_reject_graphs_that_must_be(monkeypatch):
+    monkeypatch.setattr(ddp, "captures_steps", lambda *_: True)
+    backend = ddp.DDP(BackendConfig(device="cpu"))
+    backend.world.size = 2
+    backend.must_capture = True
+    build = partial(build_engine, FSDPConfig(), OptimConfig(), backend, Line(), None)
+    rejects("true does not work with parallel=fsdp on several ranks", build, accumulation=1)
 
 
 @pytest.mark.parametrize(("device", "waits"), [("cuda", False), ("neuron", True), ("xla", True)])

@@ -33,9 +33,9 @@ class BackendConfig(Section, prefix="backend."):
     # The scope of torch.compile: layers compiles each layer separately, model compiles the encoder as one graph; auto
     # compiles on GPUs if the run is long enough for this to pay off.
     compile: str = setting("auto", among=("auto", "none", "layers", "model"))
-    # The use of CUDA graphs, which launch all kernels of a step in one call; None uses them with one rank and without
-    # --import, unless the precision is fp16 or activations are recomputed, for all batch shapes that allow it; true
-    # ends the run if a shape does not.
+    # The use of CUDA graphs, which launch all kernels of a step in one call; None uses them with parallel=data and
+    # without --import, unless the precision is fp16 or activations are recomputed, for all batch shapes that allow it;
+    # true ends the run if a shape does not.
     cuda_graphs: bool | None = None
     # Make runs on GPUs bitwise reproducible, with slower kernels. CPU runs always are.
     deterministic: bool = False

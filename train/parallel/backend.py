@@ -60,6 +60,7 @@ class Backend(ABC):
     # whether each graph is only traced, so that results are meaningless (`precompile`)
     collects: bool = False
     captures: bool = False  # whether steps of parallel=data run as CUDA graphs
+    must_capture: bool = False  # whether a step that does not ends the run
     compiles: str = "none"  # the parts that torch.compile compiles: none | layers | model
     pin_memory: bool  # whether batches are in page-locked memory, so that copies to the device overlap with computing
     # Counts of skipped steps. `setup_model` creates them: creating them later would change XLA's first graph.

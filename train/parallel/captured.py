@@ -1,4 +1,4 @@
-"""Steps on one GPU as CUDA graphs, https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
+"""Steps on GPUs as CUDA graphs, https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
 
 A step consists of a thousand kernels or more, which the host launches one by one. For small layers, launching a kernel
 takes longer than running it. A CUDA graph records the kernels, and the host launches all of them in one call. Each
@@ -6,6 +6,9 @@ batch shape has its graph. The first steps with a shape run without one, because
 during recording. The last of them also tests whether a step waits for the GPU, because such a step cannot be recorded.
 Before a graph is used, its replay must equal the plain step (`proof`). A shape whose step waits, cannot be recorded or
 replays wrongly runs without a graph; the others keep theirs.
+
+No graph sends anything to other ranks. A backward pass that sends gradients is therefore a row of graphs, and the host
+sends between them what the graph before has made. Each rank proves its own graphs, and sends nothing meanwhile.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from train.config import BackendConfig, check, plural
+from train.config import BackendConfig, InputError, check, plural
 from train.machine import versions
 from train.parallel.graphs import brief
 from train.parallel.proof import is_finite, shown
@@ -35,33 +38,24 @@ FIRST_CALLS = 3  # calls with a shape before its graph is recorded
 MOST_GRAPHS = 64  # at most this many are kept; batches with other shapes run without a graph
 MOST_DRAWN = 2**32  # random numbers of a graph, in PyTorch before this release:
 COUNTS_IN_64_BITS = (2, 10)
+# Lets other threads use the GPU: one of them page-locks the next batches.
+ERROR_MODE = "thread_local"
 WAITS = "called a synchronizing CUDA operation"  # from the text of PyTorch's warning
 
 
-def captures_steps(
-    cfg: BackendConfig, device: torch.device, precision: str, num_ranks: int
-) -> bool:
+def captures_steps(cfg: BackendConfig, device: torch.device, precision: str) -> bool:
     """Return whether steps of parallel=data run as CUDA graphs. Raises InputError if they must but cannot."""
     wanted = cfg.cuda_graphs is True
     check(
         device.type == "cuda" or not wanted,
         "backend.cuda_graphs=true needs a CUDA device; leave it out on a CPU",
     )
-    check(
-        num_ranks == 1 or not wanted,
-        f"backend.cuda_graphs=true needs one rank, not {num_ranks}; leave it out",
-    )
     is_scaled = precision == "fp16"
     check(
         not (is_scaled and wanted),
         "backend.cuda_graphs=true does not support backend.precision=fp16; leave it out",
     )
-    is_possible = (
-        device.type == "cuda"
-        and num_ranks == 1
-        and not is_scaled
-        and not cfg.activation_checkpointing
-    )
+    is_possible = device.type == "cuda" and not is_scaled and not cfg.activation_checkpointing
     # A graph repeats the Python numbers with which it was recorded. Imported user code may change its numbers in each
     # step, so graphs are opt-in for runs with such code.
     return is_possible and (wanted or (cfg.cuda_graphs is None and not imported.IMPORTED))
@@ -92,21 +86,19 @@ class Graphs:
     """The recorded CUDA graphs, by function and input shapes. They share one memory pool."""
 
     def __init__(self, proof: Proof, *, must: bool = False) -> None:
-        """Store `proof`, which compares replays with plain steps. `must`: a step without a graph is an error."""
+        """Store `proof`, which compares replays with plain steps. `must`: a step without a graph ends the run."""
         self.proof = proof
         self.must = must
         self.calls = Counter[Any]()
         self.recorded: dict[Any, Recording] = {}
         self.plain = set[Any]()  # shapes that run without a graph for good
         self.pool: Any = None
+        self.recorder: Recorder | None = None  # while a step is recorded
         self.is_on = True
         self.num_reported = 0
 
     def run(self, function: Callable[[Inputs], None], inputs: Inputs) -> None:
-        """Run `function` on `inputs`, or replay its graph. `function` must change tensors in place and return None.
-
-        Raises InputError if it cannot be recorded, but must be.
-        """
+        """Run `function` on `inputs`, or replay its graph. `function` must change tensors in place and return None."""
         shapes = tuple((name, value.shape, value.dtype) for name, value in inputs.items())
         key = (function.__name__, shapes)
         if key in self.recorded:
@@ -120,7 +112,15 @@ class Graphs:
         elif calls == FIRST_CALLS:
             self.try_out(key, function, inputs)
         else:
-            self.add(key, function, inputs)
+            with self.proof.engine.sync.held():
+                self.add(key, function, inputs)
+
+    def outside(self, action: Callable[[], None]) -> None:
+        """Run `action` outside of all graphs: now, or whenever the step that is being recorded is replayed."""
+        if self.recorder is None:
+            action()
+        else:
+            self.recorder.cut(action)
 
     def try_out(self, key: Any, function: Callable[[Inputs], None], inputs: Inputs) -> None:
         """Run `function` without recording it. If it waits for the GPU, it is never recorded."""
@@ -196,17 +196,17 @@ class Graphs:
         self.pool = None  # PyTorch frees it with the last graph
 
     def leave(self, key: Any, reason: str) -> None:
-        """Run a shape without a graph from now on. Raises InputError if it must have one."""
+        """Run a shape without a graph from now on. If it must have one, the next vote ends the run on all ranks."""
         self.plain.add(key)
         name, shapes = key
         what = name.strip("_").replace("_", " ")
         if shapes:
             what += f" {list(shapes[0][1])}"
-        check(
-            not self.must,
-            f"backend.cuda_graphs=true, but the {what} cannot run as a CUDA graph: {reason}; leave it out to run "
-            "such steps without",
-        )
+        if self.must:
+            self.proof.engine.failure = InputError(
+                f"backend.cuda_graphs=true, but the {what} cannot run as a CUDA graph: {reason}; leave it out to run "
+                "such steps without"
+            )
         logger.warning("backend.cuda_graphs: the %s runs without a CUDA graph: %s", what, reason)
 
     @property
@@ -233,31 +233,56 @@ class Graphs:
             )
 
     def record(self, function: Callable[[Inputs], None], inputs: Inputs) -> Callable[[], object]:
-        """Record `function(inputs)`, and return a function that replays it in one call."""
+        """Record `function(inputs)`, and return a function that replays it."""
         self.pool = self.pool or torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
         device = torch.cuda.current_device()
         generator = torch.cuda.default_generators[device]
         before = generator.clone_state()
-        # "thread_local" lets other threads use the GPU during the recording: one of them page-locks the next batches.
+        recorder = Recorder(self.pool)
+        self.recorder = recorder
         try:
             # The outer context restores the current stream, which a failed recording would not.
-            with (
-                torch.cuda.stream(torch.cuda.current_stream()),
-                torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"),
-            ):
+            with torch.cuda.stream(torch.cuda.current_stream()), recorder.capture:
                 function(inputs)
         except Exception:
             # the generator still belongs to the failed recording
             generator.graphsafe_set_state(before)
             release(device, self.pool)
             raise
-        return graph.replay
+        finally:
+            self.recorder = None
+        recorder.parts.append(recorder.capture.cuda_graph.replay)
+        return recorder.replay
+
+
+class Recorder:
+    """A row of CUDA graphs in one memory pool, with actions of the host between them.
+
+    The graphs may use each other's memory, because they are always replayed one after another.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        self.pool = pool
+        self.parts: list[Callable[[], object]] = []
+        first = torch.cuda.CUDAGraph()
+        self.capture = torch.cuda.graph(first, pool=pool, capture_error_mode=ERROR_MODE)
+
+    def cut(self, action: Callable[[], None]) -> None:
+        """End a graph and begin the next one. Call this in the thread in which the recording began."""
+        graph = self.capture.cuda_graph
+        graph.capture_end()
+        self.parts += [graph.replay, action]
+        self.capture.cuda_graph = torch.cuda.CUDAGraph()
+        self.capture.cuda_graph.capture_begin(pool=self.pool, capture_error_mode=ERROR_MODE)
+
+    def replay(self) -> None:
+        for part in self.parts:
+            part()
 
 
 @dataclass(frozen=True)
 class Recording:
-    """A CUDA graph and the tensors that it reads."""
+    """What replays a step, and the tensors that it reads."""
 
     held: Inputs
     replay: Callable[[], object]

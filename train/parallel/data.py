@@ -97,50 +97,54 @@ class DataParallel(Engine):
 
 
 class Captured(DataParallel):
-    """The engine for a single rank whose steps are CUDA graphs.
+    """The engine whose steps are CUDA graphs.
 
-    With one micro batch per step, the whole step is one graph, which `forward_backward` runs. Otherwise a micro batch
-    is one graph, and the update is another. Weights, moments, counts and the learning rate must keep their addresses.
+    With one rank and one micro batch per step, the whole step is one graph, which `forward_backward` runs. Otherwise a
+    micro batch is one graph, and the update is another. With several ranks, the last micro batch is a row of graphs
+    between which gradients are sent. Weights, moments, counts and the learning rate must keep their addresses.
     """
 
     backend: DDP
 
-    def __init__(self, optim: OptimConfig, *args: Any, accumulation: int, **options: Any) -> None:
-        super().__init__(optim, *args, accumulation=accumulation, **options)
+    def __init__(
+        self, optim: OptimConfig, backend: Backend, *args: Any, accumulation: int, **options: Any
+    ) -> None:
+        backend.adamw = {**backend.adamw, "capturable": True}
+        super().__init__(optim, backend, *args, accumulation=accumulation, **options)
         check(
             all(isinstance(group["lr"], Tensor) for group in self.optimizer.param_groups),
             f"optim.name={optim.name}: its learning rate is a Python number, which a CUDA graph would not "
             "update; set backend.cuda_graphs=false",
         )
-        self.is_whole = accumulation == 1
+        self.is_whole = accumulation == 1 and self.data_size == 1
         self.norm = torch.zeros((), device=self.backend.device)
         self.graphs = Graphs(Proof(self), must=self.backend.must_capture)
         # These let a step begin again when it runs out of memory.
         self.earlier_loss = torch.zeros_like(self.loss_sum)
         self.rng: State = {}
-        self.inputs: list[Inputs] = []
+        self.begun: list[tuple[bool, Inputs]] = []
         self.is_updating = False
-        self.sync.begin(0.0)
+        self.sync.outside = self.graphs.outside
+        self.sync.count = torch.zeros_like(self.loss_sum)
 
     def begin_step(self, count: float, lr: float) -> None:
-        self.set_numbers(count, lr)
-        self.earlier_loss.copy_(self.loss_sum)
-        self.rng = self.backend.rng_state()
-        self.inputs.clear()
-
-    def set_numbers(self, count: float, lr: float) -> None:
-        self.numbers = count, lr
+        self.lr = lr
         set_learning_rate(self.optimizer, lr)
         self.sync.count.copy_(torch.tensor([float(count)]), non_blocking=True)
+        self.sync.add_counts()
+        self.earlier_loss.copy_(self.loss_sum)
+        self.rng = self.backend.rng_state()
+        self.begun.clear()
 
     def forward_backward(self, batch: Batch, *, is_last: bool) -> None:
         self.backend.try_graphs(lambda: self._gradients(batch))
-        self.inputs.append(batch["inputs"])
+        self.begun.append((is_last, batch["inputs"]))
         with self.backend.work.timed():
-            self._run(self._step if self.is_whole else self._micro_batch, batch["inputs"])
+            self._run(self._part(is_last), batch["inputs"])
 
     def reduce_and_clip(self) -> Tensor:
         if not self.is_whole:
+            self.sync.reduce()
             self._run(self._update, {})
         return self.norm
 
@@ -162,13 +166,16 @@ class Captured(DataParallel):
         return super().evaluate(statistics, inputs)
 
     def _run(self, function: Callable[[Inputs], None], inputs: Inputs) -> None:
-        """Run a part of a step. If memory runs out, drop the graphs and begin the step again."""
+        """Run a part of a step. If memory runs out before gradients are sent, begin the step again without graphs."""
+        if not self.sync.is_built:
+            function(inputs)
+            return
         has_room = True
         try:
             self.graphs.run(function, inputs)
         except torch.OutOfMemoryError:
             has_room = False
-            if self.is_updating or not self.graphs.can_give_up:
+            if self.is_updating or self.sync.num_sent or not self.graphs.can_give_up:
                 raise
         if not has_room:
             self.graphs.give_up()
@@ -181,22 +188,31 @@ class Captured(DataParallel):
         self.backend.set_rng_state(self.rng)
         self.loss_sum.copy_(self.earlier_loss)
         self.optimizer.zero_grad(set_to_none=self.is_whole)
-        for inputs in self.inputs:
-            if self.is_whole:
-                self._step(inputs)
-            else:
-                self._micro_batch(inputs)
+        for is_last, inputs in self.begun:
+            self._part(is_last)(inputs)
+
+    def _part(self, is_last: bool) -> Callable[[Inputs], None]:
+        """Return what `forward_backward` runs."""
+        if self.is_whole:
+            return self._step
+        if is_last and self.data_size > 1:
+            return self._last_micro_batch
+        return self._micro_batch
 
     def _step(self, inputs: Inputs) -> None:
         self.optimizer.zero_grad(set_to_none=True)  # a failed recording leaves gradients behind
         self._micro_batch(inputs)
         self._update({})
 
-    def _micro_batch(self, inputs: Inputs) -> None:
+    def _last_micro_batch(self, inputs: Inputs) -> None:
+        self._micro_batch(inputs, is_last=True)
+
+    def _micro_batch(self, inputs: Inputs, *, is_last: bool = False) -> None:
         self.is_updating = False
         with self.backend.autocast(), self._unread_masks():
             loss_sum = self.loss(self.model, inputs)
-        loss_sum.backward()
+        with self.sync.micro_batch(is_last=is_last):
+            loss_sum.backward()
         self.loss_sum += loss_sum.detach()
 
     def _unread_masks(self) -> AbstractContextManager[None]:
@@ -207,7 +223,7 @@ class Captured(DataParallel):
 
     def _update(self, _: Inputs) -> None:
         self.is_updating = False
-        norm = self.clip(self.sync.reduce())
+        norm = self.clip(self.sync.count)
         self.norm.copy_(norm)
         self.is_updating = True
         # The graph of a micro batch adds to gradients at fixed addresses, so these gradients must not be freed.

@@ -25,6 +25,7 @@ from train.machine.console import without_stdout
 from train.machine.runtime import keep_freed_memory
 from train.parallel import guards, nonfinite, rendezvous
 from train.parallel.backend import RANK_STRIDE, Backend, State, Work
+from train.parallel.buckets import BucketSync
 from train.parallel.captured import captures_steps
 from train.parallel.compiled import Workload, open_compiler
 from train.parallel.dropout import QuickDropout
@@ -44,7 +45,7 @@ logger = logging.getLogger("train")
 
 
 class DDP(Backend):
-    """A CPU or a CUDA device. Gradients are reduced by DistributedDataParallel."""
+    """A CPU or a CUDA device. DistributedDataParallel reduces gradients, and BucketSync those of recorded steps."""
 
     name = "ddp"
 
@@ -64,10 +65,8 @@ class DDP(Backend):
         self.compresses = cfg.grad_compression == "bf16"
         self.recomputes = cfg.activation_checkpointing
         self.deterministic = self.is_cuda and cfg.deterministic
-        self.captures = captures_steps(cfg, self.device, self.precision, world.size)
+        self.captures = captures_steps(cfg, self.device, self.precision)
         self.must_capture = cfg.cuda_graphs is True
-        if self.captures:
-            self.adamw["capturable"] = True
         if self.is_cuda:
             self.open_gpu()
         else:
@@ -158,9 +157,11 @@ class DDP(Backend):
                 hook.remove()
 
     def grad_sync(self, model: nn.Module, *, accumulation: int) -> GradSync:
-        # DDP's hooks run on the stream on which it was built, and cannot be recorded.
         if self.world.size == 1:
             return GradSync(model, self.device)
+        # DDP's hooks run on the stream on which it was built, and cannot be recorded.
+        if self.captures:
+            return BucketSync(model, self.device, self.world, compresses=self.compresses)
         return DDPSync(
             model, self.device, self.world.size, accumulation, compresses=self.compresses
         )

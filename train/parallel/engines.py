@@ -45,6 +45,7 @@ class Engine:
     data_rank: int  # ranks with the same data_rank read the same rows
     data_size: int  # number of different data_ranks
     loss_sum: Tensor  # [1], on the device: sum of losses since the last `take_loss`; a resumed run restores it
+    failure: Exception | None = None  # why this rank cannot continue; the ranks vote on it
 
     def __init__(
         self, backend: Backend, model: nn.Module, optimizer: torch.optim.Optimizer

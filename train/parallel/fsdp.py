@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from train.config import FSDPConfig, OptimConfig, ParallelConfig
+from train.config import FSDPConfig, OptimConfig, ParallelConfig, check
 from train.config.backend import CUDA
 from train.config.parallel import check_shards
 from train.machine.memory import total_memory_bytes
@@ -47,6 +47,10 @@ def build(
     if backend.world.size == 1:
         # a single rank holds the whole model
         return data.build(cfg, optim, backend, *args, **options)
+    check(
+        not backend.must_capture,
+        "backend.cuda_graphs=true does not work with parallel=fsdp on several ranks; leave it out",
+    )
     return FSDP(optim, backend, *args, cfg=cfg, **options)
 
 

@@ -3,6 +3,7 @@
     class         where                     reduces                                       over ranks  returns
     GradSync      one rank on ddp           never                                         -           its labels
     DDPSync       parallel=data on ddp      in the last backward pass, by buckets         average     labels / ranks
+    BucketSync    the same, recorded        in the last backward pass, by buckets         sum         labels
     XLASync       xla, even with one rank   in `reduce`, in the graph of the update       sum         labels
     ShardSync     parallel=fsdp             in the last backward pass                     sum         labels
     PipelineSync  parallel=pipeline         in `reduce`, over the holders of each weight  sum         labels
@@ -13,6 +14,7 @@ reduces nothing, and parallel=fsdp runs as parallel=data.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -30,18 +32,31 @@ class GradSync:
     count: Tensor  # [1], on the device: the number of labels in this step
     count_type = torch.float32
     adds_counts = False  # whether the label counts are summed over the ranks during the passes
+    # What a recording needs: whether gradients keep their addresses, and how many buckets this step has sent.
+    is_built = True
+    num_sent = 0
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.module, self.device = model, device
+        # Runs an action that must not be part of a recording.
+        self.outside: Callable[..., None] = lambda action: action()
 
     def begin(self, count: float) -> None:
         """Begin a step in which this rank has `count` labels."""
         self.count = sent(torch.tensor([count], dtype=self.count_type), self.device)
+        self.add_counts()
+
+    def add_counts(self) -> None:
+        """Begin to sum `count` over the ranks, if `adds_counts`."""
         if self.adds_counts:
             self.adding = dist.all_reduce(self.count, async_op=True)
 
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[Any]:
         """Return the context for the passes of one micro batch. `is_last` marks the last micro batch of a step."""
+        return nullcontext()
+
+    def held(self) -> AbstractContextManager[Any]:
+        """Return a context in which passes send nothing."""
         return nullcontext()
 
     def reduce(self) -> Tensor:

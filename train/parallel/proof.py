@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from train.parallel.nonfinite import changed_by
+from train.parallel.optim import set_learning_rate
 
 if TYPE_CHECKING:
     from train.parallel.backend import State
@@ -88,12 +89,15 @@ class Proof:
     @contextmanager
     def other_numbers(self) -> Iterator[None]:
         """Give the step another rate and number of labels."""
-        count, lr = self.engine.numbers
-        self.engine.set_numbers(count + 1, lr / 2)
+        engine = self.engine
+        count = engine.sync.count.clone()
+        engine.sync.count += 1
+        set_learning_rate(engine.optimizer, engine.lr / 2)
         try:
             yield
         finally:
-            self.engine.set_numbers(count, lr)
+            engine.sync.count.copy_(count)
+            set_learning_rate(engine.optimizer, engine.lr)
 
     def results(self) -> Results:
         """Return what the last step left. Waits for the device."""
