@@ -24,12 +24,18 @@ def test_accumulation_is_a_big_batch(finished, prepared, tmp_path):
     assert_same_run(tmp_path / "run", finished)
 
 
-def test_several_ranks_are_one(finished, prepared, tmp_path):
+def test_several_ranks_are_one_and_resume_bit_for_bit(finished, prepared, tmp_path):
     """4 ranks x 1 x accumulation 2 = 1 rank x 8, over gloo."""
-    result = run(train_overrides(tmp_path / "run", prepared, "micro_batch_size=1"), ranks=4)
-    assert result.returncode == 0, result.stderr
-    assert_same_run(tmp_path / "run", finished)
-    assert lines(tmp_path / "run", "summary")[0]["world_size"] == 4
+    trained = tmp_path / "run"
+    for folder in (trained, tmp_path / "cut"):
+        result = run(train_overrides(folder, prepared, "micro_batch_size=1"), ranks=4)
+        assert result.returncode == 0, result.stderr
+        if folder == trained:
+            cut_back(trained, tmp_path / "cut")
+    assert_same_run(trained, finished)
+    assert lines(trained, "summary")[0]["world_size"] == 4
+    assert [line["attempt"] for line in lines(tmp_path / "cut", "summary")] == [1, 2]
+    assert_same_weights(tmp_path / "cut", trained)
 
 
 def test_gradients_that_ranks_send_in_bf16_are_those_of_one_rank_but_for_rounding(

@@ -1,8 +1,9 @@
-"""The reduction of gradients beside recorded steps, of which it is never a part.
+"""The reduction of gradients in buckets that stay the same: beside recorded steps, and on more than two CPU ranks.
 
 Gradients are views of flat buckets in the order in which they arrive in a backward pass. In the last one of a step, a
 bucket is sent when its gradients are complete, as in torch's DDP, https://arxiv.org/abs/2006.15704, section 3.2.3.
-Ranks whose steps are recorded and ranks whose steps are not send the same buckets in the same order.
+Ranks whose steps are recorded and ranks whose steps are not send the same buckets in the same order. No recording has a
+part in that.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ class BucketSync(GradSync):
             return
         if number not in self.bucket_of:
             raise RuntimeError(
-                f"parameter {number} has a gradient, but it had none in the first step on any rank; set "
-                "backend.cuda_graphs=false"
+                f"parameter {number} has a gradient, but it had none in the first step on any rank; a "
+                "model must use the same weights in all steps"
             )
         self.missing[self.bucket_of[number]] -= 1
         if not self.is_last or self.missing[self.num_complete]:

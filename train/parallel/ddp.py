@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from train.data.batches.loader import Batch
 
 logger = logging.getLogger("train")
+EXACT_RANKS = 2  # the sum of two numbers does not depend on their order
 
 
 class DDP(Backend):
@@ -54,6 +55,7 @@ class DDP(Backend):
         world = self.world
         self.device = pick_device(cfg.device, world.local_rank, world.local_size)
         self.is_cuda = self.device.type == "cuda"
+        self.keeps_gradients = False  # whether they are views of tensors that are sent
         self.precision = pick_precision(cfg.precision, self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         self.adamw = {"fused": True}
@@ -159,8 +161,13 @@ class DDP(Backend):
     def grad_sync(self, model: nn.Module, *, accumulation: int) -> GradSync:
         if self.world.size == 1:
             return GradSync(model, self.device)
-        # DDP's hooks run on the stream on which it was built, and cannot be recorded.
-        if self.captures:
+        # DDP's hooks run on the stream on which it was built, and cannot be recorded. After its first step, DDP moves
+        # gradients to other buckets, in which gloo adds those of more than two ranks in another order: on CPUs, a
+        # resumed run would not be the uninterrupted one, bit for bit.
+        self.keeps_gradients = self.captures or (
+            not self.is_cuda and self.world.size > EXACT_RANKS
+        )
+        if self.keeps_gradients:
             return BucketSync(model, self.device, self.world, compresses=self.compresses)
         return DDPSync(
             model, self.device, self.world.size, accumulation, compresses=self.compresses
@@ -219,7 +226,7 @@ class DDP(Backend):
     def optimizer_step(
         self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], norm: Tensor
     ) -> None:
-        self.update(optimizer, norm)
+        self.update(optimizer, norm, keeps_gradients=self.keeps_gradients)
         self.end_step()
 
     def update(

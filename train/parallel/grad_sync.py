@@ -3,7 +3,7 @@
     class         where                     reduces                                       over ranks  returns
     GradSync      one rank on ddp           never                                         -           its labels
     DDPSync       parallel=data on ddp      in the last backward pass, by buckets         average     labels / ranks
-    BucketSync    the same, recorded        in the last backward pass, by buckets         sum         labels
+    BucketSync    recorded; many CPU ranks  in the last backward pass, by buckets         sum         labels
     XLASync       xla, even with one rank   in `reduce`, in the graph of the update       sum         labels
     ShardSync     parallel=fsdp             in the last backward pass                     sum         labels
     PipelineSync  parallel=pipeline         in `reduce`, over the holders of each weight  sum         labels
