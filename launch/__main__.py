@@ -49,10 +49,10 @@ EXAMPLES = (
 
 def main(arguments: Sequence[str]) -> int:
     arguments = list(arguments)
-    if arguments and arguments[0] in commands.COMMANDS:
+    if arguments and arguments[0] in commands.TABLE:
         return commands.main(arguments)
     if arguments and re.fullmatch(r"[A-Za-z][\w-]*", arguments[0]):
-        known = ", ".join(commands.COMMANDS)
+        known = ", ".join(commands.TABLE)
         return rejected(
             f"there is no subcommand {arguments[0]}; available: {known}. To plan a run, give key=value"
         )
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
         LaunchConfig, "launch", [("cluster", name, kind) for name, kind in SETTINGS.items()]
     )
     purpose = "Plan a run on N machines; submit=true starts it. Settings of the run follow --. Other commands: "
-    purpose += f"{' | '.join(commands.COMMANDS)}, each with --help."
+    purpose += f"{' | '.join(commands.TABLE)}, each with --help."
     parser = cli.settings_parser("launch", LaunchConfig, purpose, examples=EXAMPLES, keys=USED)
     add_import_flag(parser)  # --import names Python files that the run imports
     own, of_run = arguments, list[str]()

@@ -38,6 +38,7 @@ from train.parallel.optim import (
     build_optimizer,
     load_state,
     parameter_groups,
+    parameters_of,
     part_of,
 )
 
@@ -324,8 +325,7 @@ class Pipeline(Engine):
         }
         self.model.load_state_dict(own, strict=False)
         names = {parameter: name for name, parameter in self.model.named_parameters()}
-        held = [weight for group in self.optimizer.param_groups for weight in group["params"]]
-        mine = [self.numbers[names[weight]] for weight in held]
+        mine = [self.numbers[names[weight]] for weight in parameters_of(self.optimizer)]
         load_state(self.optimizer, part_of(optimizer, mine, total=len(self.numbers)))
 
     def gather_full_model(self) -> None:
