@@ -92,8 +92,10 @@ def mean_step_s(trained: list[Line]) -> float | None:
     """Return the mean seconds per step in an attempt's lines, newest first, including evaluations and saves."""
     if not trained:
         return None
-    first, last = trained[-1], trained[0]
-    begin_s, end_s = number(first, "time_unix_s"), number(last, "time_unix_s")
+    first = trained[-1]
+    last = trained[0]
+    begin_s = number(first, "time_unix_s")
+    end_s = number(last, "time_unix_s")
     steps = last["step"] - first["step"]
     if begin_s is not None and end_s is not None and end_s > begin_s and steps > 0:
         return (end_s - begin_s) / steps

@@ -120,7 +120,9 @@ def begin(attempt: Attempt) -> Iterator[Attempt]:
     An attempt that is rejected before it has written environment.json keeps the outcome of the previous attempt. Raises
     InputError if another job owns the folder.
     """
-    cfg, folder, launch = attempt.cfg, attempt.folder, launched()
+    cfg = attempt.cfg
+    folder = attempt.folder
+    launch = launched()
     set_up_logging(None)
     folder.check_is_ours(attempt.identity, force=cfg.resume.force)
     with ExitStack() as stack:
@@ -193,9 +195,11 @@ def record_failure(error: BaseException, attempt: Attempt) -> None:
     outcome = "failed"
     reason = f"failed: {type(error).__name__}: {error}"
     if kind == "refused":
-        outcome, reason = "refused", f"rejected: {error}"
+        outcome = "refused"
+        reason = f"rejected: {error}"
     elif isinstance(error, StoppedEarly):
-        outcome, reason = "stopped", f"{error} came before there was anything to save"
+        outcome = "stopped"
+        reason = f"{error} came before there was anything to save"
     elif isinstance(error, SystemExit):
         first = attempt.stop.signal
         outcome = "stopped"

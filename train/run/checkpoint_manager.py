@@ -50,8 +50,12 @@ class CheckpointManager:
     """The checkpoints of an attempt. All ranks must call `resume`, then, inside `saving`, the same methods."""
 
     def __init__(self, attempt: Attempt, backend: Backend, engine: Engine) -> None:
-        self.attempt, self.backend, self.engine = attempt, backend, engine
-        self.cfg, self.world, self.on_wait = attempt.cfg, backend.world, attempt.watch.heartbeat
+        self.attempt = attempt
+        self.backend = backend
+        self.engine = engine
+        self.cfg = attempt.cfg
+        self.world = backend.world
+        self.on_wait = attempt.watch.heartbeat
         self.store = open_store(attempt.folder.storage, attempt.folder.staging)
         self.last_rollback: int | None = None  # the step that the last rollback restored
         # the cost of the last attempt's fault, until it is reported
@@ -82,7 +86,8 @@ class CheckpointManager:
                     f"metrics.jsonl says that step {newest} was saved, but there is no checkpoint in "
                     f"{self.store.location}: is a disk not mounted? Mount it, or choose another run_dir to start over"
                 )
-        progress, force = self.loaded.progress, self.cfg.resume.force
+        progress = self.loaded.progress
+        force = self.cfg.resume.force
         check_continues(
             progress.step, progress.lr, cfg=self.cfg.optim, plan=self.attempt.plan, force=force
         )
@@ -104,8 +109,12 @@ class CheckpointManager:
     def saving(self, recorder: Recorder) -> Iterator[None]:
         """Continue the metrics from the checkpoint. During the block, run the thread that saves checkpoints."""
         # The end of the block waits for a pending save, unless a second signal ends the run (SystemExit).
-        self.recorder, attempt, ownership = recorder, self.attempt, self.attempt.folder.ownership
-        world_size, name, fence = self.world.size, self.backend.name, ownership.number
+        self.recorder = recorder
+        attempt = self.attempt
+        ownership = self.attempt.folder.ownership
+        world_size = self.world.size
+        name = self.backend.name
+        fence = ownership.number
         draft = Manifest(
             0, fence, attempt.identity, flat(self.cfg), {}, world_size, name, None, versions()
         )
@@ -185,13 +194,15 @@ class CheckpointManager:
     def _report_saves(self) -> list[Saved]:
         for saved in (saves := self.saver.take()):
             self.recorder.saved(saved)
-        self.attempt.checkpoint, self.attempt.stop.save_s = self.saver.newest, self.saver.save_s
+        self.attempt.checkpoint = self.saver.newest
+        self.attempt.stop.save_s = self.saver.save_s
         return saves
 
     def is_due(self) -> bool:
         """Return whether to save after this step. The last step is always saved, whatever this returns."""
         # Saving the first step after a rollback preserves the count of rollbacks and the position in the data.
-        progress, cfg = self.recorder.progress, self.cfg.checkpoint
+        progress = self.recorder.progress
+        cfg = self.cfg.checkpoint
         is_best = cfg.best and progress.best_step == progress.step
         is_after_rollback = (
             self.last_rollback is not None and progress.step == self.last_rollback + 1
@@ -204,7 +215,8 @@ class CheckpointManager:
         If the previous save is still running, this one may be skipped. The last step, and the best step if it will be
         exported, are never skipped: their saves wait for the previous one.
         """
-        progress, window = self.recorder.progress, self.recorder.window
+        progress = self.recorder.progress
+        window = self.recorder.window
         self.attempt.watch.phase("save", step=progress.step)
         count, tokens = self.world.sum([window.count, window.tokens])
         progress.window = {
@@ -238,7 +250,8 @@ class CheckpointManager:
 
         Raises FloatingPointError if there is no checkpoint, or after MAX_ROLLBACKS rollbacks.
         """
-        now, skips = self.recorder.progress, self.recorder.skips_in_a_row
+        now = self.recorder.progress
+        skips = self.recorder.skips_in_a_row
         text = f"{skips} steps in a row had no finite gradient, up to step {now.step}"
         self.attempt.watch.phase("roll back", is_start=True)
         self.saver.wait(self.on_wait)
@@ -300,7 +313,8 @@ class CheckpointManager:
 
     def restore_exported(self) -> tuple[int, dict[str, Any]]:
         """Load the weights to be exported into rank 0's model. Return their step, and the settings chosen for them."""
-        progress, by = self.recorder.progress, self.cfg.best.metric
+        progress = self.recorder.progress
+        by = self.cfg.best.metric
         manifests: dict[int, Manifest] = {}
         if self.cfg.checkpoint.best:
             manifests = self.store.look_at_all()[0]

@@ -135,7 +135,8 @@ def train_order(
         order = ShardSampler(
             task.shard_rows, lanes=progress.lanes, window_shards=progress.window_shards, **place
         )
-    progress.lanes, progress.window_shards = order.lanes.number, order.window_shards
+    progress.lanes = order.lanes.number
+    progress.window_shards = order.window_shards
     if is_s3(str(cfg.data.path)) and world.rank == 0 and (more := order.fetched_more(machines)):
         logger.warning("%s", more)
     return order

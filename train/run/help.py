@@ -68,7 +68,8 @@ def settings_help(
 
 def hanging(head: str, text: str, *, indent: int) -> list[str]:
     """Return lines with a hanging indent: `head` on the left, `text` in a column on the right."""
-    begin, rest = f"  {head:{indent - 4}}  ", " " * indent
+    begin = f"  {head:{indent - 4}}  "
+    rest = " " * indent
     lines = textwrap.wrap(text, WIDTH, initial_indent=begin, subsequent_indent=rest)
     return lines or [begin.rstrip()]
 
