@@ -307,9 +307,12 @@ class Record:
     def read(self, kind: type[Kind], name: str) -> Kind:
         """Read a file of the record. Raises InputError if it is damaged."""
         try:
-            return record(kind, read_object(self.folder.read(name)))
+            return self._read(kind, name)
         except BadContent as error:
             raise InputError(f"{self.location}/{name} cannot be read: {error}") from error
+
+    def _read(self, kind: type[Kind], name: str) -> Kind:
+        return record(kind, read_object(self.folder.read(name)))
 
     def write(self, job: Job, *, config: str, bundle: bytes) -> None:
         """Write all files that a job needs; job.json last."""
@@ -411,7 +414,7 @@ class Record:
     def sound(self, kind: type[Kind], name: str) -> Kind | None:
         """Return the content of a file; None if the file is missing or damaged."""
         try:
-            return record(kind, read_object(self.folder.read(name)))
+            return self._read(kind, name)
         except (FileNotFoundError, BadContent):
             return None
 

@@ -206,8 +206,7 @@ def supervise(
     while True:
         attempt = begin(record, nodes)
         decision = reason_not_to_train(record, stop)
-        if decision is not None:
-            attempt = replace(attempt, never_began=True)
+        attempt = replace(attempt, never_began=decision is not None)
         try:
             if decision is None and examine is not None:
                 decision = preflight(examine, stop)

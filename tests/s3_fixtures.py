@@ -120,7 +120,8 @@ def bucket(s3_server: S3Service, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bu
     """A new one, no faults, and an environment (that of child processes too) that leads to it and nowhere else."""
     set_aws(monkeypatch, s3_server.server.key, s3_server.server.secret)
     s3_server.server.start_gateway()  # a test may have killed it
-    name, client = f"{OF_A_TEST}{uuid.uuid4().hex}", s3_server.client()
+    name = f"{OF_A_TEST}{uuid.uuid4().hex}"
+    client = s3_server.client()
     s3_server.proxy.bucket = name
     s3_server.proxy.set()
     client.create_bucket(Bucket=name)

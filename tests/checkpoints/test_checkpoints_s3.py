@@ -41,7 +41,8 @@ def content_of(step, name):
 
 
 def save(store, step, *, fence=1, metric=None, model=b""):
-    scratch, files = store.begin(step, 0), {}
+    scratch = store.begin(step, 0)
+    files = {}
     for name in NAMES:
         content = model if name == "model.pt" and model else content_of(step, name)
         (scratch / name).write_bytes(content)

@@ -40,7 +40,8 @@ def test_in_s3_every_rank_uploads_its_part_and_a_save_that_lacks_one_is_none(
     bucket.proxy.set(
         Fault("status", match="^PUT .*/model_00001.pt", times=1, code=403, error="AccessDenied")
     )
-    location, cache = bucket.location("run"), f"data.cache_dir={tmp_path / 'cache'}"
+    location = bucket.location("run")
+    cache = f"data.cache_dir={tmp_path / 'cache'}"
     arguments = train_overrides(
         location, prepared, *SPLIT, "micro_batch_size=4", cache, *bucket.overrides()
     )
@@ -95,10 +96,8 @@ FAULTS = {1: "", 2: "model_00001.pt", 3: "model.pt", 4: "begin", 5: "NaN", 6: ""
 
 def main(folder):
     """One of two ranks: save at each step, with the fault of that step; rank 0 writes down what failed."""
-    backend, store = (
-        DDP(BackendConfig(device="cpu", precision="fp32")),
-        Failing(Path(folder) / "checkpoints"),
-    )
+    backend = DDP(BackendConfig(device="cpu", precision="fp32"))
+    store = Failing(Path(folder) / "checkpoints")
     model = nn.Linear(2, 2, bias=False)
     run_folder = SimpleNamespace(
         ownership=SimpleNamespace(check=lambda: None), mirror=lambda: None

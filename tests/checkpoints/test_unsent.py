@@ -25,7 +25,8 @@ def store(bucket, tmp_path):
 @pytest.mark.parametrize("name", ["manifest.json", "optimizer.pt"])
 def test_the_next_save_removes_from_s3_what_one_that_failed_has_left(bucket, store, name):
     """The files of an earlier owner, which may not have ended, stay."""
-    saver, trained = saver_of(store), built()
+    saver = saver_of(store)
+    trained = built()
     earlier = "run/checkpoints/step_00000001/00000000-01234567/model.pt"
     bucket.put(earlier, b"of a save that may be under way")
     bucket.proxy.set(Fault("status", match=f"^PUT .*/{name}", code=403, error="AccessDenied"))
@@ -56,7 +57,9 @@ def test_the_last_save_is_tried_again_while_there_is_time(bucket, store, caplog)
 
 def test_a_superseded_owner_takes_back_what_it_has_sent(bucket, store, monkeypatch):
     """Nobody else may come after the next owner's end to remove it."""
-    saver, trained, upload = saver_of(store), built(), store.folder.upload
+    saver = saver_of(store)
+    trained = built()
+    upload = store.folder.upload
 
     def upload_slowly(name, path):
         upload(name, path)

@@ -152,10 +152,8 @@ def cloud(ec2, bucket, prepared, hold, monkeypatch) -> Iterator[Any]:
                 s3=s3,
                 processes_per_node=1,
             )
-            record, inner = (
-                Record(job.run_dir, bucket.config()),
-                Record(job.run_dir, S3Config(**s3), job.sha256),
-            )
+            record = Record(job.run_dir, bucket.config())
+            inner = Record(job.run_dir, S3Config(**s3), job.sha256)
             more = {"machines": ec2, "hold": hold, "inner": inner, "stack": stack, **changes}
             made = Cloud(fake, record, job, bundle=content, **more)
             monkeypatch.setattr(

@@ -206,7 +206,8 @@ def test_labelled_data_comes_from_the_hub(texts, tokenizer_folder, tmp_path):
         run = partial(
             subprocess.run, cwd=ROOT, env=env, capture_output=True, text=True, check=False
         )
-        done, evil = run(command), run([*command, "data.path=lab/evil"])
+        done = run(command)
+        evil = run([*command, "data.path=lab/evil"])
         assert not [request for request in fake.requests if "private" in request.path]
     assert done.returncode == 0, done.stderr
     assert re.search(r"train: +30 ", done.stdout) and re.search(
@@ -288,7 +289,8 @@ def test_what_the_hub_does_not_take_is_pushed_again_by_the_line_in_the_error(
 def test_the_token_is_shown_to_nobody(the_hub, run, monkeypatch, capfd, log, token):
     monkeypatch.setenv("HF_TOKEN", token)
     errors = []
-    new, old = config(run.parent / "new"), RunFolder(str(run))
+    new = config(run.parent / "new")
+    old = RunFolder(str(run))
     for act in (lambda: hub.check_push(new), lambda: hub.push(old, TO)):
         try:
             act()

@@ -469,7 +469,9 @@ def test_a_run_in_s3_is_reported_here(bucket, tmp_path, capsys, monkeypatch):
     local = write_run(tmp_path / "albert", whole_run())
     for path in local.iterdir():
         bucket.put(f"runs/albert/{path.name}", path.read_bytes())
-    folder, flags, before = bucket.location("runs/albert"), bucket.config().flags(), bucket.keys()
+    folder = bucket.location("runs/albert")
+    flags = bucket.config().flags()
+    before = bucket.keys()
     assert report_command.main([f"{folder}/", *flags]) == 0
     html = tmp_path / "here/albert-report/report.html"
     assert f"report: {html}" in capsys.readouterr().out
@@ -479,7 +481,8 @@ def test_a_run_in_s3_is_reported_here(bucket, tmp_path, capsys, monkeypatch):
     assert "Comparison of 2 runs" in (tmp_path / "here/report/report.html").read_text()
 
 
-LONG, DEEP = "9" * 400, "[" * 140 + "]" * 140
+LONG = "9" * 400
+DEEP = "[" * 140 + "]" * 140
 FORGED = [  # a file, what is replaced in it, by what
     ("metrics.jsonl", '"train_s": 7200.0', f'"train_s": {LONG}'),
     ("metrics.jsonl", '"train_s": 7200.0', '"train_s": ["a", 1]'),

@@ -156,7 +156,8 @@ def test_runs_are_a_table_with_what_differs_and_their_scores(tmp_path: Path) -> 
     rejects("give the run_dir of each run", api.compare)
 
 
-TEXTS, ROWS = ["so good", "so bad"], [{"text": "so good", "n": 1}, {"text": "so bad", "n": 2}]
+TEXTS = ["so good", "so bad"]
+ROWS = [{"text": "so good", "n": 1}, {"text": "so bad", "n": 2}]
 FRAME = pandas.DataFrame(ROWS)
 KINDS = {
     "a text": ("so good", TEXTS[:1]),

@@ -236,7 +236,8 @@ def test_a_notice_to_one_rank_stops_all_with_a_checkpoint_and_torchrun_starts_no
     imds, tmp_path, prepared
 ):
     """For torchrun an exit code of 75 is a failure, to be tried again. Until the notice one rank holds the other up."""
-    run_dir, notice = tmp_path / "run", "EC2 spot notice: terminate at 2026-11-20T08:22:00Z"
+    run_dir = tmp_path / "run"
+    notice = "EC2 spot notice: terminate at 2026-11-20T08:22:00Z"
     options = [
         "max_steps=100000",
         "max_epochs=null",

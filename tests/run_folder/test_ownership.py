@@ -159,7 +159,8 @@ def test_a_run_folder_is_known_by_its_environment_and_one_that_was_just_begun_by
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "log/rank_0000.txt"])
 def test_a_run_writes_through_no_link_to_a_file(tmp_path, name):
-    victim, link = tmp_path / "victim", tmp_path / "run" / name
+    victim = tmp_path / "victim"
+    link = tmp_path / "run" / name
     victim.write_text("mine")
     link.parent.mkdir(parents=True)
     link.symlink_to(victim)
@@ -208,7 +209,8 @@ def test_a_job_that_has_lost_the_folder_changes_no_file_of_it(folder):
         with folder.metrics.open("a") as file:
             file.write("half a line of the new owner")
         folder.log_file.write_text("the new owner's")
-        before, here = content(folder), {path for path in folder.path.rglob("*") if path.is_file()}
+        before = content(folder)
+        here = {path for path in folder.path.rglob("*") if path.is_file()}
         end = Outcome("failed", "saves_fail", "late", 50, 50, goes_on=True, launch=[])
         for each in (folder, other):
             for late in (
@@ -252,7 +254,8 @@ def test_a_run_that_was_taken_over_ends_and_leaves_the_new_owners_files_alone(
     folder, prepared, monkeypatch
 ):
     """At step 3 of 50, with a checkpoint, an evaluation and a line of the metrics at every step."""
-    is_due, before = CheckpointManager.is_due, {}
+    is_due = CheckpointManager.is_due
+    before = {}
 
     def lose_it(self):
         if self.recorder.progress.step == 3 and not before:

@@ -102,7 +102,8 @@ def test_a_machine_that_vanishes_while_it_saves_is_followed_by_another(
         "the last attempt ended (killed, without an outcome)"
         in lines_of(bucket, "fault")[0]["reason"]
     )
-    store, local = store_of(bucket, tmp_path), LocalStore(finished / "checkpoints")
+    store = store_of(bucket, tmp_path)
+    local = LocalStore(finished / "checkpoints")
     assert store.steps() == local.steps() == [3, 6]
     assert store.manifest(6).fence == 2
     for step in store.steps():
@@ -135,7 +136,8 @@ def test_a_machine_that_vanishes_while_it_saves_is_followed_by_another(
 
 def test_the_metrics_go_before_the_manifest(bucket, prepared, monkeypatch):
     """A machine that is killed after a commit takes no line with it that the checkpoint has seen."""
-    create, reached = S3Folder.create, {}
+    create = S3Folder.create
+    reached = {}
 
     def look_and_create(self, name, content):
         if name.endswith("manifest.json"):

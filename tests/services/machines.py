@@ -99,7 +99,8 @@ class Machines:
         """Start a torchrun with a rank on each machine, or on the first `count`. What they print goes to
         log.0, log.1, ...; `changes` are arguments for one machine alone.
         """
-        port, started = free_port(), []
+        port = free_port()
+        started = []
         for number, (pid, address) in enumerate(
             zip(self.pids[:count], ADDRESSES[:count], strict=True)
         ):
@@ -130,7 +131,8 @@ class Machines:
     @contextmanager
     def dead(self, number: int) -> Iterator[None]:
         """All that runs on one machine ends, and inside it says nothing to the others: no connection is closed."""
-        holder, way = self.pids[number], ("blackhole", ALL)
+        holder = self.pids[number]
+        way = ("blackhole", ALL)
         inside(holder, "ip", "route", "add", *way)
         self.kill_all(number)
         try:
@@ -146,7 +148,8 @@ class Machines:
 
     def running(self, number: int) -> list[int]:
         """What runs on a machine, without what holds it."""
-        holder, pids = self.pids[number], []
+        holder = self.pids[number]
+        pids = []
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has ended by now
                 if int(process.name) != holder and is_inside(process, holder):
@@ -210,7 +213,8 @@ def is_inside(process: Path, holder: int) -> bool:
 
 def has_own(pid: int) -> bool:
     """Whether a process has left this one's namespaces, and has become what it is to be there."""
-    theirs, own = Path(f"/proc/{pid}/ns"), Path("/proc/self/ns")
+    theirs = Path(f"/proc/{pid}/ns")
+    own = Path("/proc/self/ns")
     apart = all((theirs / kind).readlink() != (own / kind).readlink() for kind in KINDS)
     return apart and Path(f"/proc/{pid}/comm").read_text() == "sleep\n"
 

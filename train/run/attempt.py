@@ -84,17 +84,18 @@ class Attempt:
         # Rank 0 sends the owner of the folder and the outcome of the last attempt. All ranks send their process ids,
         # which the watchdogs of their machine need.
         process = read_process(os.getpid())
-        here = (os.getpid(), process.started if process else 0, self.watch.handle)
-        own = (self.folder.previous, self.folder.ownership.owner or "", here)
-        everyone = world.all_gather_object(own)
+        started = process.started if process else 0
+        here = (os.getpid(), started, self.watch.handle)
+        owner = self.folder.ownership.owner or ""
+        everyone = world.all_gather_object((self.folder.previous, owner, here))
         self.folder.previous, owner, _ = everyone[0]
         if world.rank != 0:
             self.folder.ownership.follow(owner if self.saves else "")
         # Without torchrun, ranks may be in containers, which do not see each other.
         if launched().is_under_torchrun:
             first = world.rank - world.local_rank
-            ranks = range(first, first + world.local_size)
-            self.watch.joined({rank: everyone[rank][2] for rank in ranks if rank != world.rank})
+            others = set(range(first, first + world.local_size)) - {world.rank}
+            self.watch.joined({rank: everyone[rank][2] for rank in sorted(others)})
 
     def sees_owner(self) -> bool:
         """Return whether this rank can read rank 0's lease, that is, whether they share the run folder."""

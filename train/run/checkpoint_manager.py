@@ -153,22 +153,26 @@ class CheckpointManager:
         # Counts of labels and tokens are saved as sums over the ranks, so rank 0 always gets them.
         with fitting(self.store.location):
             window = record(Window, loaded.progress.window, "progress.window")
-            ranks = [asdict(record(Sums, own, "ranks")) for own in loaded.ranks]
-        rank = self.world.rank
-        if len(ranks) != self.world.size:
-            sums = {
-                key: sum(own[key] for own in ranks) for key in ("loss_sum", "wait_s", "work_s")
-            }
-            ranks = [sums, *(dict.fromkeys(sums, 0.0) for _ in range(self.world.size - 1))]
-        own = ranks[rank]
-        if not math.isfinite(sum(each["loss_sum"] for each in ranks)):  # a step was skipped
+            ranks = [record(Sums, own, "ranks") for own in loaded.ranks]
+        if not math.isfinite(sum(each.loss_sum for each in ranks)):  # a step was skipped
             self.engine.loss_sum.zero_()
             self.recorder.window = Window()
             return
-        self.engine.loss_sum.copy_(torch.tensor([own["loss_sum"]]))
+        rank = self.world.rank
+        if len(ranks) == self.world.size:
+            own = ranks[rank]
+        elif rank == 0:
+            own = Sums(
+                loss_sum=sum(each.loss_sum for each in ranks),
+                wait_s=sum(each.wait_s for each in ranks),
+                work_s=sum(each.work_s for each in ranks),
+            )
+        else:
+            own = Sums(0.0, 0.0, 0.0)
+        self.engine.loss_sum.copy_(torch.tensor([own.loss_sum]))
         if rank > 0:
             window = replace(window, count=0.0, tokens=0.0)
-        self.recorder.window = replace(window, wait_s=own["wait_s"], work_s=own["work_s"])
+        self.recorder.window = replace(window, wait_s=own.wait_s, work_s=own.work_s)
 
     # ---- in the loop ---------------------------------------------------------------------------------------------
 
@@ -181,18 +185,23 @@ class CheckpointManager:
         """Report finished saves and, after the first step, the cost of the fault that ended the last attempt."""
         self.attempt.folder.ownership.step = self.recorder.progress.step
         if self.lost is not None and self.recorder.steps_done:
-            recover_s = self.attempt.folder.attempt_s()
-            # the clocks were right; they may differ a little
-            if self.attempt.folder.run_s() is not None:
-                recover_s = max(recover_s, time.time() - self.lost.last_sign_unix_s)
-            text = f"{self.lost.reason}; {plural(self.lost.steps, 'step')} lost, {recover_s:.0f} s until the first step"
-            logger.warning(text)
-            self.recorder.fault(text, steps_lost=self.lost.steps, recover_s=recover_s)
+            self._report_lost(self.lost)
             self.lost = None
         self._report_saves()
 
+    def _report_lost(self, lost: goodput.Lost) -> None:
+        recover_s = self.attempt.folder.attempt_s()
+        # the clocks were right; they may differ a little
+        if self.attempt.folder.run_s() is not None:
+            recover_s = max(recover_s, time.time() - lost.last_sign_unix_s)
+        steps = plural(lost.steps, "step")
+        text = f"{lost.reason}; {steps} lost, {recover_s:.0f} s until the first step"
+        logger.warning(text)
+        self.recorder.fault(text, steps_lost=lost.steps, recover_s=recover_s)
+
     def _report_saves(self) -> list[Saved]:
-        for saved in (saves := self.saver.take()):
+        saves = self.saver.take()
+        for saved in saves:
             self.recorder.saved(saved)
         self.attempt.checkpoint = self.saver.newest
         self.attempt.stop.save_s = self.saver.save_s

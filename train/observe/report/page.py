@@ -24,7 +24,14 @@ from train.observe.report.data import (
     texts,
 )
 from train.observe.report.figures import WIDTH, curves, look, x_axis
-from train.observe.report.run import Run, ending, main_score, settled, tell_apart
+from train.observe.report.run import (
+    Run,
+    differing_settings,
+    ending,
+    main_score,
+    settled,
+    tell_apart,
+)
 from train.observe.report.texts import (
     as_text,
     at_step,
@@ -140,13 +147,10 @@ def top_rows(runs: Sequence[Run]) -> Table:
 
 
 def config_differences(runs: Sequence[Run]) -> Table:
-    """Return rows of a key and a value per run for the keys that differ. run_dir, which always differs, is left out."""
-    keys = {key for run in runs for key in run.config} - {"run_dir"}
+    """Return rows of a key and a value per run for the settings that differ."""
     rows = []
-    for key in sorted(keys):
-        values = [as_text(run.config.get(key, "-")) for run in runs]
-        if len(set(values)) > 1:
-            rows.append([key, *values])
+    for key in differing_settings(runs):
+        rows.append([key, *(as_text(run.config.get(key, "-")) for run in runs)])
     return rows
 
 

@@ -9,7 +9,7 @@ ROWS in page.py.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -291,18 +291,24 @@ def final_scores(run: Run) -> dict[str, float]:
 
 def beside(runs: list[Run]) -> Table:
     """Return a table with a row for each run: the settings that differ, the scores, and numbers of the summary."""
-    keys = {key for run in runs for key in run.config} - {"run_dir"}
-    differing = []
-    for key in sorted(keys):
-        values = {str(run.config.get(key)) for run in runs}
-        if len(values) > 1:
-            differing.append(key)
+    differing = differing_settings(runs)
     rows = []
     for run in runs:
         settings = {key: run.config.get(key) for key in differing}
         numbers = {key: run.summary[key] for key in COMPARED}
         rows.append({**settings, **final_scores(run), **numbers})
     return pandas.DataFrame(rows, index=[run.label for run in runs])
+
+
+def differing_settings(runs: Sequence[Run]) -> list[str]:
+    """Return the keys of the settings that differ, without run_dir, which always does."""
+    keys = {key for run in runs for key in run.config} - {"run_dir"}
+    differing = []
+    for key in sorted(keys):
+        values = {str(run.config.get(key)) for run in runs}
+        if len(values) > 1:
+            differing.append(key)
+    return differing
 
 
 def speed(run: Run) -> Summary:
