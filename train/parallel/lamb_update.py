@@ -48,12 +48,10 @@ class Lamb(torch.optim.Optimizer):
     def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
         super().__init__(groups, defaults)
         first = groups[0]["params"][0]
-        self.is_fused = first.device.type == CUDA and not isinstance(first, DTensor)
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """False if weights are split over ranks: `found_inf` needs DTensor operations that torch 2.9 lacks."""
-        return not isinstance(self.param_groups[0]["params"][0], DTensor)
+        is_whole = not isinstance(first, DTensor)
+        self.is_fused = is_whole and first.device.type == CUDA
+        # Not if weights are split over ranks: `found_inf` needs DTensor operations that torch 2.9 lacks.
+        self._step_supports_amp_scaling = is_whole
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -92,8 +90,7 @@ class Lamb(torch.optim.Optimizer):
             return
         weight_norms = torch.stack(torch._foreach_norm(own.weights))
         update_norms = torch.stack(torch._foreach_norm(updates))
-        are_known = (weight_norms > 0) & (update_norms > 0)
-        ratios = torch.where(are_known, weight_norms / update_norms, 1.0)
+        ratios = trust_ratio(weight_norms, update_norms)
         for weight, update, factor in zip(own.weights, updates, ratios * rate, strict=True):
             weight.addcmul_(update, factor, value=-1)
 
@@ -157,7 +154,7 @@ class Lamb(torch.optim.Optimizer):
         torch._foreach_addcmul_(own.squares, own.grads, own.grads, 1 - beta2)
 
 
-def trust_ratio(weight_norm: Tensor, update_norm: Tensor) -> Tensor:
-    """Return the quotient of two norms; 1 if one of them is 0."""
-    are_known = (weight_norm > 0) & (update_norm > 0)
-    return torch.where(are_known, weight_norm / update_norm, torch.ones_like(weight_norm))
+def trust_ratio(weight_norms: Tensor, update_norms: Tensor) -> Tensor:
+    """Return the quotients of norms, of any shape; 1 if a norm is 0."""
+    are_known = (weight_norms > 0) & (update_norms > 0)
+    return torch.where(are_known, weight_norms / update_norms, torch.ones_like(weight_norms))

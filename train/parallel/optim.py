@@ -77,8 +77,7 @@ def build_lamb(
         group["trust_ratio"] = group["params"][0].ndim >= 2
         if needs_tensor:
             group["lr"] = torch.tensor([cfg.lr]).to(device)
-    betas = (cfg.betas[0], cfg.betas[1])
-    optimizer = Lamb(groups, {"lr": cfg.lr, "betas": betas, "eps": cfg.eps})
+    optimizer = Lamb(groups, {"lr": cfg.lr, "betas": cfg.betas, "eps": cfg.eps})
     add_moments(optimizer, "exp_avg", "exp_avg_sq")
     return optimizer
 

@@ -41,9 +41,7 @@ class Tensors(Mapping[Any, Tensor]):
                 raise BadContent(f"{file}: it holds {shown(content)}, not an object")
             for name, value in content.items():
                 found.setdefault(name, {})[file] = value
-        self.found: dict[Any, Tensor | list[Piece]] = {}
-        for name, values in found.items():
-            self.found[name] = in_order(shown(name), values)
+        self.found = {name: in_order(shown(name), values) for name, values in found.items()}
 
     def __getitem__(self, name: Any) -> Tensor:
         return self.rows(name, slice(None))
@@ -89,26 +87,26 @@ def in_order(name: str, values: dict[str, Any]) -> Tensor | list[Piece]:
 
     Raises BadContent unless the files have either one whole tensor, or pieces that have each row once.
     """
-    first, *others = values.values()
-    if isinstance(first, Tensor) and not others:
-        return first
+    whole, *others = values.values()
+    if isinstance(whole, Tensor) and not others:
+        return whole
     pieces = {file: piece_of(f"{file}: {name}", value) for file, value in values.items()}
     files = sorted(pieces, key=lambda file: pieces[file]["first_row"])
-    ordered = [pieces[file] for file in files]
-    kind = kind_of(ordered[0])
-    num_rows = ordered[0]["num_rows"]
+    first = pieces[files[0]]
+    kind = kind_of(first)
     end = 0
-    for file, piece in zip(files, ordered, strict=True):
+    for file in files:
         where = f"{file}: {name}"
+        piece = pieces[file]
         if kind_of(piece) != kind:
             raise BadContent(f"{where} differs in shape or dtype from that in another file")
         begin = piece["first_row"]
         if begin != end:
             raise BadContent(f"{where} has rows from {begin}, but the previous rows end at {end}")
         end += len(piece["rows"])
-    if end != num_rows:
-        raise BadContent(f"{where} ends at row {end} of {num_rows}")
-    return ordered
+    if end != first["num_rows"]:
+        raise BadContent(f"{where} ends at row {end} of {first['num_rows']}")
+    return [pieces[file] for file in files]
 
 
 def piece_of(where: str, value: Any) -> Piece:

@@ -11,7 +11,7 @@ gradient is summed over them, and over all replicas.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +32,7 @@ from train.parallel import guards
 from train.parallel.backend import all_reduce_flat
 from train.parallel.data import scale
 from train.parallel.engines import Engine
-from train.parallel.grad_sync import GradSync
+from train.parallel.grad_sync import GradSync, gradients_of
 from train.parallel.guards import replace
 from train.parallel.optim import (
     build_optimizer,
@@ -180,10 +180,9 @@ class Pipeline(Engine):
 
     def own(self) -> dict[str, nn.Parameter]:
         """Return the parameters that this stage trains, by name, in the same order on all ranks."""
-        named = self.model.named_parameters()
         return {
             name: weight
-            for name, weight in named
+            for name, weight in self.model.named_parameters()
             if name in self.numbers and self.stage in self.holders[name]
         }
 
@@ -391,10 +390,6 @@ class PipelineSync(GradSync):
         return super().reduce()
 
 
-def gradients_of(weights: Iterable[nn.Parameter]) -> list[Tensor]:
-    return [weight.grad for weight in weights if weight.grad is not None]
-
-
 def cut(model: Any, cfg: PipelineConfig) -> tuple[Chain, list[range]]:
     """Return the chain of a model's layers, and the range of each part. Raises InputError if there are too few."""
     check(
@@ -409,13 +404,12 @@ def cut(model: Any, cfg: PipelineConfig) -> tuple[Chain, list[range]]:
 def hold(backend: Backend, model: nn.Module, names: set[str], *, lengths: int) -> None:
     """Move only the parameters `names` of a model to the device. The others move to "meta" and need no memory."""
     kept = {parameter for name, parameter in model.named_parameters() if name in names}
-    absent = {}
+    named = model.named_parameters(remove_duplicate=False)
+    absent = {name: parameter for name, parameter in named if parameter not in kept}
     metas = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter not in kept:
-            absent[name] = parameter
-            meta = parameter.detach().to("meta")
-            metas[parameter] = nn.Parameter(meta, parameter.requires_grad)
+    for parameter in absent.values():
+        meta = parameter.detach().to("meta")
+        metas[parameter] = nn.Parameter(meta, parameter.requires_grad)
     # moved instead of absent weights; those on "meta" cannot be moved
     no_numbers = nn.Parameter(torch.empty(0))
     replace(model, dict.fromkeys(absent, no_numbers))

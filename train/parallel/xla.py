@@ -41,7 +41,7 @@ from train.parallel.backend import (
     round_to_bf16,
     widen,
 )
-from train.parallel.grad_sync import GradSync
+from train.parallel.grad_sync import GradSync, gradients_of
 from train.parallel.graphs import GraphBudget, Graphs
 from train.parallel.precision import check_precision
 from train.parallel.xla_environment import COLLECTS
@@ -344,9 +344,7 @@ class XLASync(GradSync):
 
     def reduce(self) -> Tensor:
         if self.backend.world.size > 1:
-            gradients = [
-                weight.grad for weight in self.module.parameters() if weight.grad is not None
-            ]
+            gradients = gradients_of(self.module.parameters())
             # The last layers' gradients are ready first.
             self.backend.all_reduce([self.count, *reversed(gradients)])
         return self.count
