@@ -18,6 +18,7 @@ from services.process import set_aws
 from services.s3_server import PACKAGES, S3Server, missing_programs
 
 from train.config import S3Config
+from train.storage.folders import Folder, open_folder
 
 REGION = "us-east-1"
 
@@ -60,6 +61,9 @@ class Bucket:
 
     def config(self, **changes: Any) -> S3Config:
         return S3Config(**{"endpoint": self.service.endpoint, "region": REGION, **changes})
+
+    def folder(self, prefix: str = "run", **changes: Any) -> Folder:
+        return open_folder(self.location(prefix), self.config(**changes))
 
     def overrides(self) -> list[str]:
         """The same for a command line."""

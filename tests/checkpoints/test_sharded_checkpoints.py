@@ -27,7 +27,6 @@ from train.parallel.ddp import DDP
 from train.parallel.engines import Engine
 from train.parallel.pieces import piece
 from train.run_folder.metrics_files import rows
-from train.storage.folders import open_folder
 from train.storage.schema import FileName
 
 SPLIT = ["model.architecture=bert", "model.embedding_size=null", "parallel=fsdp"]
@@ -47,11 +46,11 @@ def test_in_s3_every_rank_uploads_its_part_and_a_save_that_lacks_one_is_none(
     )
     done = run(arguments, ranks=2)
     assert done.returncode == 0, done.stderr
-    told = map(json.loads, rows(open_folder(location, bucket.config())))
+    told = map(json.loads, rows(bucket.folder()))
     (fault,) = [line["reason"] for line in told if line["kind"] == "fault"]
     assert fault.startswith("checkpoint of step 3: InputError: s3://")
     assert "model_00001.pt" in fault and "whole in" not in fault
-    store = S3Store(open_folder(location, bucket.config()), tmp_path / "staging")
+    store = S3Store(bucket.folder(), tmp_path / "staging")
     assert store.steps() == [6]
     third, sixth = (bucket.keys(f"run/checkpoints/step_{step:08d}/") for step in (3, 6))
     assert third == []

@@ -9,7 +9,6 @@ from test_saver import built, save, saved, saver_of
 from train.checkpoints import saver as saver_module
 from train.checkpoints.store_s3 import S3Store
 from train.run_folder.ownership import lease_name
-from train.storage.folders import open_folder
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +18,7 @@ def short_pauses(monkeypatch, pauses):
 
 @pytest.fixture
 def store(bucket, tmp_path):
-    return S3Store(open_folder(bucket.location("run"), bucket.config()), tmp_path / "staging")
+    return S3Store(bucket.folder(), tmp_path / "staging")
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "optimizer.pt"])

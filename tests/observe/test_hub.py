@@ -20,7 +20,7 @@ from finetuning import word_tokenizer
 from finished_run import SECRETS, write
 from huggingface_hub import constants
 from rejections import rejects
-from running import ROOT
+from running import ROOT, contents
 from services.fake_hub import READ_TOKEN, TOKEN, FakeHub
 from services.process import free_port
 from transformers import (
@@ -268,7 +268,7 @@ def test_who_may_see_it_is_not_a_surprise(the_hub, finished, capsys, there):
 def test_what_the_hub_does_not_take_is_pushed_again_by_the_line_in_the_error(
     the_hub, finished, part, capsys
 ):
-    before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
+    before = contents(finished)
     the_hub.faults[part] = 500
     with pytest.raises(
         Failure, match=f"push it again with baretrain hub {finished} --to {TO}$"
@@ -276,7 +276,7 @@ def test_what_the_hub_does_not_take_is_pushed_again_by_the_line_in_the_error(
         hub.push(RunFolder(str(finished)), TO)
     assert "\n" not in str(failed.value)
     assert not any(repo.files for repo in the_hub.repos.values())  # all or nothing
-    assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
+    assert contents(finished) == before
     again = str(failed.value).split("baretrain hub ")[1].split()
     assert hub_command.main(again) == 1
     assert "try again later" in capsys.readouterr().err

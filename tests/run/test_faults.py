@@ -10,7 +10,7 @@ import torch
 from forks import start_changed
 from rejections import rejects
 from run_results import assert_same_weights
-from running import eventually, lines, outcome, run, train_overrides
+from running import contents, eventually, lines, outcome, run, train_overrides
 from saved_steps import flip, store_of
 from toy import NAN, spoilt
 
@@ -137,13 +137,10 @@ def test_a_stuck_rank_is_named_and_the_run_goes_on(undisturbed, start, tmp_path)
 def test_a_second_job_on_the_same_folder_is_rejected_and_writes_nothing(toy):
     toy.train(max_steps=3)
 
-    def content():
-        return {path: path.read_bytes() for path in toy.folder.rglob("*") if path.is_file()}
-
     with Ownership(LocalFolder(toy.folder / "run"), 600.0):
-        before = content()
+        before = contents(toy.folder)
         rejects(f"in use by process {os.getpid()} on", toy.train)
-        assert content() == before
+        assert contents(toy.folder) == before
     assert toy.train() == ("done", 6)
 
 

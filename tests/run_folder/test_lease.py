@@ -50,8 +50,7 @@ def kind():
 def folder(request, kind, tmp_path):
     if kind == "disk":
         return open_folder(str(tmp_path / "run"), S3Config())
-    bucket = request.getfixturevalue("bucket")
-    return open_folder(bucket.location("run"), bucket.config())
+    return request.getfixturevalue("bucket").folder()
 
 
 @pytest.fixture

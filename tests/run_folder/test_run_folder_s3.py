@@ -21,7 +21,6 @@ from train.run import stopping
 from train.run.stopping import StopRequest
 from train.run_folder.run_folder import RunFolder
 from train.storage import atomic_io
-from train.storage.folders import open_folder
 from train.storage.s3 import S3Folder
 
 pytestmark = pytest.mark.usefixtures("pauses")
@@ -46,7 +45,7 @@ def train(bucket, data, *overrides):
 
 def lines_of(bucket, kind):
     """The lines of one kind in the run's files of metrics."""
-    found = read_lines(open_folder(bucket.location("run"), bucket.config()))
+    found = read_lines(bucket.folder())
     return [line for line in found if line["kind"] == kind]
 
 
@@ -56,7 +55,7 @@ def losses(lines):
 
 
 def store_of(bucket, tmp_path):
-    return S3Store(open_folder(bucket.location("run"), bucket.config()), tmp_path / "staging")
+    return S3Store(bucket.folder(), tmp_path / "staging")
 
 
 # ---- whole runs -----------------------------------------------------------------------------------------------------
@@ -190,7 +189,7 @@ def test_each_attempt_has_a_file_of_its_own_and_lines_of_a_killed_one_are_sent_l
     bucket, on_machine
 ):
     """On one machine, then on another, and on the first one again."""
-    in_s3 = open_folder(bucket.location("run"), bucket.config())
+    in_s3 = bucket.folder()
     first = opened(bucket)
     write_lines(first, [1, 2])
     first.mirror()

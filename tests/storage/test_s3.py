@@ -35,7 +35,7 @@ def folder(request, kind, tmp_path):
 
 
 def in_s3(bucket, prefix="runs/data", **changes):
-    return open_folder(bucket.location(prefix), bucket.config(**changes))
+    return bucket.folder(prefix, **changes)
 
 
 # ---- what both do alike ---------------------------------------------------------------------------------------------
