@@ -91,16 +91,14 @@ def test_an_image_rejects_a_package_of_another_hash(build, tmp_path):
     (home / "dist").mkdir(parents=True)
     for file in (*uploaded.glob("*.txt"), *uploaded.glob("*.whl")):
         file.rename(home / "dist" / file.name)
-    own = {"NEURON_INDEX": build.of_neuron.as_uri()}
-    (uploaded / "image.env").write_text(
-        shell_values({**image_values(NEURON, BASE, read_versions(), "none"), **own})
-    )
+    values = image_values(NEURON, BASE, read_versions(), "none")
+    values["NEURON_INDEX"] = build.of_neuron.as_uri()
+    (uploaded / "image.env").write_text(shell_values(values))
     for name in ("provision/baretrain.sh", "provision/functions.sh"):
         text = (ROOT / "ami" / name).read_text().replace("/opt/baretrain", str(home))
         text = text.replace("/etc/profile.d", str(tmp_path))
-        (uploaded / name.rpartition("/")[2]).write_text(
-            text.replace("/etc/baretrain", str(uploaded))
-        )
+        text = text.replace("/etc/baretrain", str(uploaded))
+        (uploaded / Path(name).name).write_text(text)
 
     def provision():
         environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -122,6 +120,5 @@ def test_an_image_rejects_a_package_of_another_hash(build, tmp_path):
     assert provision() == (0, "")
     (site,) = (home / "venv/lib").glob("python3*/site-packages")
     installed = {path.stem: path.read_text() for path in site.glob("of_*.py")}
-    assert set(installed) >= {"of_boto3", "of_neuronx_cc", "of_baretrain"} and not any(
-        installed.values()
-    )
+    assert set(installed) >= {"of_boto3", "of_neuronx_cc", "of_baretrain"}
+    assert not any(installed.values())

@@ -178,29 +178,17 @@ def test_labelled_data_comes_from_the_hub(texts, tokenizer_folder, tmp_path):
         "train.csv": b"".join([b"text,label\n", *rows[:30]]),
         "validation.csv": b"".join([b"text,label\n", *rows[30:]]),
     }
-    words = [
-        "task=classify",
-        "data=records",
-        "data.format=hub",
-        "data.path=lab/texts",
-        "data.train=train",
-    ]
-    words += [
-        "data.validation=validation",
-        f"data.cache_dir={tmp_path}/cache",
-        "model=albert_tiny",
-        "seq_len=32",
-    ]
-    words += [f"model.tokenizer={tokenizer_folder}"]
+    words = (
+        "task=classify data=records data.format=hub data.path=lab/texts data.train=train".split()
+    )
+    words += ["data.validation=validation", f"data.cache_dir={tmp_path}/cache"]
+    words += ["model=albert_tiny", f"model.tokenizer={tokenizer_folder}", "seq_len=32"]
     private = "{config_name: default, data_files: 'hf://datasets/lab/private@main/a.csv'}"
     with FakeHub() as fake:
         fake.put("lab/texts", files, kind="datasets")
         fake.put("lab/private", {"a.csv": files["train.csv"]}, kind="datasets", private=True)
-        fake.put(
-            "lab/evil",
-            {**files, "README.md": f"---\nconfigs: [{private}]\n---\n".encode()},
-            kind="datasets",
-        )
+        card = f"---\nconfigs: [{private}]\n---\n"
+        fake.put("lab/evil", {**files, "README.md": card.encode()}, kind="datasets")
         env = {**os.environ, **fake.environment(tmp_path)}
         command = [sys.executable, "-m", "train", "records", *words]
         run = partial(
@@ -210,13 +198,10 @@ def test_labelled_data_comes_from_the_hub(texts, tokenizer_folder, tmp_path):
         evil = run([*command, "data.path=lab/evil"])
         assert not [request for request in fake.requests if "private" in request.path]
     assert done.returncode == 0, done.stderr
-    assert re.search(r"train: +30 ", done.stdout) and re.search(
-        r"validation: +10 ", done.stdout
-    ), done.stdout
-    assert (
-        evil.returncode == 2
-        and "@main/a.csv', which is not a file of this data set" in evil.stderr
-    )
+    assert re.search(r"train: +30 ", done.stdout), done.stdout
+    assert re.search(r"validation: +10 ", done.stdout), done.stdout
+    assert evil.returncode == 2
+    assert "@main/a.csv', which is not a file of this data set" in evil.stderr
 
 
 def test_a_run_needs_a_name_and_a_token_to_push(the_hub, tmp_path, monkeypatch):

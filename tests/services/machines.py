@@ -101,26 +101,18 @@ class Machines:
         """
         port = free_port()
         started = []
-        for number, (pid, address) in enumerate(
-            zip(self.pids[:count], ADDRESSES[:count], strict=True)
-        ):
+        for number in range(count):
             options = [f"--nnodes={count}", "--nproc-per-node=1", f"--max-restarts={restarts}"]
-            options.append(f"--local-addr={address}")
+            options.append(f"--local-addr={ADDRESSES[number]}")
             if rendezvous == "static":
-                options += [
-                    f"--node-rank={number}",
-                    f"--master-addr={ADDRESSES[0]}",
-                    f"--master-port={port}",
-                ]
+                options += [f"--node-rank={number}", f"--master-addr={ADDRESSES[0]}"]
+                options.append(f"--master-port={port}")
             else:
-                options += [
-                    "--rdzv-backend=c10d",
-                    "--rdzv-id=test",
-                    f"--rdzv-endpoint={ADDRESSES[0]}:{port}",
-                ]
-                options += [f"--rdzv-conf=is_host={int(number == 0)}"]
+                options += ["--rdzv-backend=c10d", "--rdzv-id=test"]
+                options.append(f"--rdzv-endpoint={ADDRESSES[0]}:{port}")
+                options.append(f"--rdzv-conf=is_host={int(number == 0)}")
             own = (changes or {}).get(number, [])
-            words = ["-c", ENTER, str(pid), TORCHRUN, *options]
+            words = ["-c", ENTER, str(self.pids[number]), TORCHRUN, *options]
             words += ["--start-method=fork", "--run-path", str(script), *arguments, *own]
             out = log.with_suffix(f".{number}")
             # each machine has one of its own

@@ -124,21 +124,13 @@ class CheckpointManager:
         # the other ranks wait in a collective while rank 0 waits for a save
         if self.cfg.backend.timeout_s is not None:
             self.saver.max_wait_s = min(MAX_WAIT_S, self.cfg.backend.timeout_s / 2)
-        self.saver.newest = attempt.checkpoint = (
-            self.loaded.progress.step if self.loaded.ranks else None
-        )
+        if self.loaded.ranks:
+            self.saver.newest = attempt.checkpoint = self.loaded.progress.step
         self._restore_window(self.loaded)
         for fault in self.loaded.faults:
             recorder.fault(fault)
         if self.world.rank == 0:
-            assert recorder.journal is not None
-            self.lost = goodput.lost(
-                attempt.folder.local,
-                attempt.folder.previous,
-                ownership.previous,
-                attempt=recorder.journal.attempt,
-                step=recorder.progress.step,
-            )
+            self._find_lost(recorder)
         waits = True
         try:
             yield
@@ -147,6 +139,18 @@ class CheckpointManager:
             raise
         finally:
             self.saver.close(waits=waits)
+
+    def _find_lost(self, recorder: Recorder) -> None:
+        """Find what the previous attempt had trained after the checkpoint."""
+        assert recorder.journal is not None
+        folder = self.attempt.folder
+        self.lost = goodput.lost(
+            folder.local,
+            folder.previous,
+            folder.ownership.previous,
+            attempt=recorder.journal.attempt,
+            step=recorder.progress.step,
+        )
 
     def _restore_window(self, loaded: Loaded) -> None:
         """Restore each rank's sums for the next train line. If the number of ranks changed, rank 0 gets the totals."""

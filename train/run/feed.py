@@ -108,11 +108,7 @@ def train_order(
     `progress`, or only `examples` with batches of several lengths. A new run chooses windows of shards that fit
     the machines' caches.
     """
-    data_ranks = world.all_gather_object(engine.data_rank)
-    machines = [
-        data_ranks[first : first + world.local_size]
-        for first in range(0, world.size, world.local_size)
-    ]
+    machines = by_machine(world.all_gather_object(engine.data_rank), world.local_size)
     here = machines[world.rank // world.local_size]
     place: dict[str, Any] = {
         "seed": cfg.seed,
@@ -140,6 +136,11 @@ def train_order(
     if is_s3(str(cfg.data.path)) and world.rank == 0 and (more := order.fetched_more(machines)):
         logger.warning("%s", more)
     return order
+
+
+def by_machine(data_ranks: list[int], local_size: int) -> list[list[int]]:
+    starts = range(0, len(data_ranks), local_size)
+    return [data_ranks[start : start + local_size] for start in starts]
 
 
 def choose_windows(task: Task, world: World, place: dict[str, Any]) -> ShardSampler:
