@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from launch.values import count, table
+from launch.values import count, number, table
 from train.observe.lines import read_back
-from train.observe.report.data import number
 from train.run_folder.exported import saved_steps
 from train.run_folder.identity import ENVIRONMENT
 from train.run_folder.outcome import read_outcome

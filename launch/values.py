@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+from train.config.checks import LARGEST_FLOAT
 from train.storage.schema import BadContent, of_type
 
 LONGEST_S = 1e12  # longest duration that is printed
@@ -20,6 +21,14 @@ def value(hint: Any, values: Object, key: str, default: Any = None) -> Any:
         return of_type(hint, values.get(key), key)
     except BadContent:
         return default
+
+
+def number(values: Object, key: str) -> float | None:
+    """Return the value of a key if it is a finite number, else None."""
+    found: float | None = value(float, values, key)
+    if found is None or not abs(found) < LARGEST_FLOAT:  # NaN compares as false
+        return None
+    return found
 
 
 def count(values: Object, key: str) -> int | None:

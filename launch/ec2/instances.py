@@ -14,9 +14,8 @@ from typing import Any
 from launch.ec2.api import Api, growing
 from launch.ec2.request import RUN_TAG, run_id
 from launch.record import SUBMISSIONS, Record, Submission
-from launch.values import shown_moment, table, text, value
+from launch.values import number, shown_moment, table, text, value
 from train.machine.console import say
-from train.observe.report.data import number
 
 ASKED = "asked"  # key of a submission's handle: the last request for machines
 SIGNED_S = 900.0  # how long EC2 accepts a signed request (EC2 API reference, RequestExpired)

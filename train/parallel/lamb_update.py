@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from train.config.backend import CUDA
-from train.parallel.optim import Group
 
+Group = dict[str, Any]  # a parameter group of a torch optimizer
 # a step count for which torch's fused Adam corrects no bias, because beta ** SETTLED is 0
 SETTLED = 1e9
 
@@ -45,7 +45,7 @@ class Lamb(torch.optim.Optimizer):
 
     found_inf: Tensor | None = None
 
-    def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
+    def __init__(self, groups: list[Group], defaults: dict[str, Any]) -> None:
         super().__init__(groups, defaults)
         first = groups[0]["params"][0]
         is_whole = not isinstance(first, DTensor)

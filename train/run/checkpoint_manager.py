@@ -130,7 +130,14 @@ class CheckpointManager:
         for fault in self.loaded.faults:
             recorder.fault(fault)
         if self.world.rank == 0:
-            self._find_lost(recorder)
+            assert recorder.journal is not None
+            self.lost = goodput.lost(
+                attempt.folder.local,
+                attempt.folder.previous,
+                ownership.previous,
+                attempt=recorder.journal.attempt,
+                step=recorder.progress.step,
+            )
         waits = True
         try:
             yield
@@ -139,18 +146,6 @@ class CheckpointManager:
             raise
         finally:
             self.saver.close(waits=waits)
-
-    def _find_lost(self, recorder: Recorder) -> None:
-        """Find what the previous attempt had trained after the checkpoint."""
-        assert recorder.journal is not None
-        folder = self.attempt.folder
-        self.lost = goodput.lost(
-            folder.local,
-            folder.previous,
-            folder.ownership.previous,
-            attempt=recorder.journal.attempt,
-            step=recorder.progress.step,
-        )
 
     def _restore_window(self, loaded: Loaded) -> None:
         """Restore each rank's sums for the next train line. If the number of ranks changed, rank 0 gets the totals."""

@@ -108,8 +108,10 @@ def train_order(
     `progress`, or only `examples` with batches of several lengths. A new run chooses windows of shards that fit
     the machines' caches.
     """
-    machines = by_machine(world.all_gather_object(engine.data_rank), world.local_size)
-    here = machines[world.rank // world.local_size]
+    data_ranks = world.all_gather_object(engine.data_rank)
+    size = world.local_size
+    machines = [data_ranks[first : first + size] for first in range(0, world.size, size)]
+    here = machines[world.rank // size]
     place: dict[str, Any] = {
         "seed": cfg.seed,
         "global_batch_size": plan.global_batch_size,
@@ -136,11 +138,6 @@ def train_order(
     if is_s3(str(cfg.data.path)) and world.rank == 0 and (more := order.fetched_more(machines)):
         logger.warning("%s", more)
     return order
-
-
-def by_machine(data_ranks: list[int], local_size: int) -> list[list[int]]:
-    starts = range(0, len(data_ranks), local_size)
-    return [data_ranks[start : start + local_size] for start in starts]
 
 
 def choose_windows(task: Task, world: World, place: dict[str, Any]) -> ShardSampler:
