@@ -178,7 +178,9 @@ def rejected(folder, contents, read):
             piece(ROWS[2:], 2, 3),
             "model_00001.pt: 'w' has rows from 2, but the previous rows end at 1",
         ),
+        (piece(ROWS, 0, 3), "'w' has rows from 0, but the previous rows end at 1"),
         (piece(torch.cat([ROWS, ROWS]), 1, 3), "'w' ends at row 7 of 3"),
+        (piece(ROWS[1:2], 1, 3), "'w' ends at row 2 of 3"),
         (
             piece(ROWS[1:], 1, 4),
             "model_00001.pt: 'w' differs in shape or dtype",
