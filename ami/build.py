@@ -106,13 +106,13 @@ def base_image(api: Api, region: str, cfg: AmiConfig) -> str:
     parameter = base_parameter(cfg)
     if not parameter:
         return cfg.base
-    answer = api.ask(region, "get_parameters", service="ssm", Names=[parameter])["Parameters"]
-    if not answer:
+    image = api.parameter(region, parameter)
+    if image is None:
         raise InputError(
             f"{region} has no SSM parameter {parameter}: AWS may have withdrawn the image; give base=ubuntu, or "
             "base=ami-... of an older one"
         )
-    return str(answer[0]["Value"])
+    return image
 
 
 def run(command: list[str], folder: Path) -> None:

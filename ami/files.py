@@ -65,8 +65,10 @@ def image_constraints(image: str, versions: Versions) -> str:
 def neuron_constraints(versions: Versions) -> str:
     """Return the content of constraints-trn1.txt."""
     head = f"# Neuron SDK {versions.sdk.name}, which ami/versions.yaml chooses (neuron-sdk); from Neuron's index. "
-    lines = [f"{name}=={version}" for name, version in sorted(versions.python_packages().items())]
-    return "\n".join([f"{head}Not run on hardware.", *lines, ""])
+    lines = [f"{head}Not run on hardware."]
+    for name, version in sorted(versions.python_packages().items()):
+        lines.append(f"{name}=={version}")
+    return "\n".join([*lines, ""])
 
 
 def image_values(cfg: AmiConfig, base_id: str, versions: Versions, commit: str) -> dict[str, str]:

@@ -54,8 +54,12 @@ def installed() -> dict[str, Any]:
 def system_packages() -> dict[str, str]:
     query = ["dpkg-query", "-W", "-f=${Package} ${Version}\\n"]
     listed = subprocess.run(query, capture_output=True, text=True, check=True).stdout
-    rows = [line.partition(" ") for line in listed.splitlines()]
-    return {name: version for name, _, version in rows if version and re.match(SYSTEM, name)}
+    packages = {}
+    for line in listed.splitlines():
+        name, _, version = line.partition(" ")
+        if version and re.match(SYSTEM, name):
+            packages[name] = version
+    return packages
 
 
 def check_installed(manifest: Mapping[str, Any], versions: Versions) -> None:

@@ -27,10 +27,7 @@ def promote(options: argparse.Namespace) -> int:
     (region,) = api.regions([])
     kind = kind_of(api.image(region, options.image))
     parameter = OWN_IMAGE.format(kind)
-    answer = api.ask(region, "get_parameters", service="ssm", Names=[parameter])["Parameters"]
-    before = "none"
-    if answer:
-        before = answer[0]["Value"]
+    before = api.parameter(region, parameter) or "none"
     say(f"{parameter} in {region}: {before} -> {options.image}")
     if not options.yes:
         say("nothing was changed: --yes promotes it")

@@ -133,8 +133,12 @@ class Chaos:
 
 def final(run_dir: Path, steps: int) -> tuple[dict[str, torch.Tensor], dict[int, float]]:
     """Return the final weights, and the last loss recorded for each step."""
-    weights = torch.load(run_dir / f"checkpoints/step_{steps:08d}/model.pt", weights_only=True)
-    return weights, {line["step"]: line["loss"] for line in lines(run_dir, "train")}
+    path = run_dir / f"checkpoints/step_{steps:08d}/model.pt"
+    weights = torch.load(path, weights_only=True)
+    losses = {}
+    for line in lines(run_dir, "train"):
+        losses[line["step"]] = line["loss"]
+    return weights, losses
 
 
 def prepare(data: Path) -> None:
@@ -144,15 +148,15 @@ def prepare(data: Path) -> None:
 
 def report(done: list[str], wild: Path, calm: Path) -> None:
     """Print the cost of the faults."""
-    count = max(1, len(done))
     kinds = ", ".join(f"{fault} {done.count(fault)}" for fault in FAULTS)
+    print(f"faults survived: {len(done)} ({kinds})")
     faults = [line for line in lines(wild, "fault") if "recover_s" in line]
     lost = sum(line["steps_lost"] for line in faults)
+    print(f"steps lost: {lost}, {lost / max(1, len(done)):.1f} per fault")
     recover_s = sum(line["recover_s"] for line in faults) / max(1, len(faults))
-    goodput, undisturbed = (lines(each, "summary")[-1]["goodput"] for each in (wild, calm))
-    print(f"faults survived: {len(done)} ({kinds})")
-    print(f"steps lost: {lost}, {lost / count:.1f} per fault")
     print(f"from the last sign of life to the next step: {recover_s:.1f} s on average")
+    goodput = lines(wild, "summary")[-1]["goodput"]
+    undisturbed = lines(calm, "summary")[-1]["goodput"]
     print(f"goodput: {goodput:.3f} (undisturbed {undisturbed:.3f})")
 
 
@@ -162,7 +166,8 @@ def main() -> int:
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     prepare(folder / "data")
-    calm, wild = folder / "calm", folder / "wild"
+    calm = folder / "calm"
+    wild = folder / "wild"
     own = [f"data.path={folder / 'data'}", f"max_steps={options.steps}", *SETTINGS.split()]
 
     began_s = time.monotonic()

@@ -46,7 +46,10 @@ def parser(description: str | None, **numbers: int) -> argparse.ArgumentParser:
 def turns(rounds: int, sides: Sequence[Name]) -> Iterator[tuple[int, Name]]:
     """Yield each round's number with each side. In every other round, the sides come in reverse order."""
     for number in range(rounds):
-        for side in sides if number % 2 == 0 else reversed(sides):
+        order = list(sides)
+        if number % 2:
+            order.reverse()
+        for side in order:
             yield number, side
 
 
@@ -105,7 +108,8 @@ class Job:
 
     def __init__(self, function: Callable[..., Any], *args: Any, log: Path) -> None:
         context = multiprocessing.get_context("fork")
-        self.log, (self.reader, writer) = log, context.Pipe(duplex=False)
+        self.log = log
+        self.reader, writer = context.Pipe(duplex=False)
         self.process = context.Process(target=self.act, args=(writer, function, args))
         self.process.start()
         writer.close()
@@ -173,7 +177,9 @@ def spread(values: Iterable[float | None], digits: int = 3) -> str:
     if not known:
         return ""
     least, middle, greatest = (shown(value, digits) for value in three(known))
-    return middle if least == greatest else f"{least} / **{middle}** / {greatest}"
+    if least == greatest:
+        return middle
+    return f"{least} / **{middle}** / {greatest}"
 
 
 def shown(value: float, digits: int = 3) -> str:
@@ -186,7 +192,10 @@ def shown(value: float, digits: int = 3) -> str:
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     head = list(head)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
+    lines = []
+    for cells in (head, ["---"] * len(head), *rows):
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 # ---- the machine ---------------------------------------------------------------------------------------------------

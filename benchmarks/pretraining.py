@@ -48,10 +48,13 @@ SHAPES = {
 
 def synthetic_data(folder: Path, shape: Shape) -> None:
     """Write prepared data with random tokens to `folder`/data. It is only for timing."""
-    rng, splits = np.random.default_rng(0), {}
+    rng = np.random.default_rng(0)
+    splits = {}
     for split in SPLITS:
-        tokens = rng.integers(FIRST, shape.vocab_size, (NUM_ROWS, shape.seq_len)).astype(np.uint16)
-        tokens[:, 0], tokens[:, shape.seq_len // 2], tokens[:, -1] = CLS, SEP, SEP
+        drawn = rng.integers(FIRST, shape.vocab_size, (NUM_ROWS, shape.seq_len))
+        tokens = drawn.astype(np.uint16)
+        tokens[:, 0] = CLS
+        tokens[:, [shape.seq_len // 2, -1]] = SEP
         splits[split] = [tokens]
     write_data(folder / "data", splits, shape.vocab_size, shape.seq_len)
 
@@ -74,9 +77,8 @@ def write_data(
 
     def shard(name: str, tokens: np.ndarray) -> Shard:
         pivot = np.full(len(tokens), seq_len // 2 + 1, np.uint16)
-        return write_shard(
-            home, f"{name}.safetensors", Rows(tokens, pivot, np.ones(len(tokens), np.uint8))
-        )
+        rows = Rows(tokens, pivot, np.ones(len(tokens), np.uint8))
+        return write_shard(home, f"{name}.safetensors", rows)
 
     write_manifest(
         home,
@@ -95,35 +97,22 @@ def write_data(
     )
 
 
-def config(folder: Path, shape: Shape, steps: int, *more: str) -> TrainConfig:
+def native_config(folder: Path, shape: Shape, precision: str, steps: int) -> TrainConfig:
     """Return the settings of a run on `synthetic_data` that evaluates and saves only at its end."""
     # Without loader processes, masks are drawn during the step, so all of their cost is measured.
-    own = [f"model={shape.model}", f"data.path={folder / 'data'}", f"max_steps={steps}"]
-    rest = "data.num_workers=0 eval_every=null eval_examples=1 checkpoint.every=1000000 export=false optim.lr=1e-4"
-    return cli.load_config(
-        TrainConfig, [*own, f"run_dir={tempfile.mkdtemp(dir=folder)}/run", *rest.split(), *more]
-    )
-
-
-def native_config(folder: Path, shape: Shape, precision: str, steps: int) -> TrainConfig:
-    backend = [
-        f"backend.device={DEVICE.type}",
-        f"backend.precision={precision}",
-        "backend.compile=none",
-    ]
-    return config(
-        folder,
-        shape,
-        steps,
-        f"global_batch_size={shape.batch}",
-        f"log_every={LOG_EVERY}",
-        *backend,
-    )
+    settings = f"""
+        model={shape.model} data.path={folder / "data"} run_dir={tempfile.mkdtemp(dir=folder)}/run
+        max_steps={steps} global_batch_size={shape.batch} log_every={LOG_EVERY} optim.lr=1e-4
+        data.num_workers=0 eval_every=null eval_examples=1 checkpoint.every=1000000 export=false
+        backend.device={DEVICE.type} backend.precision={precision} backend.compile=none
+    """
+    return cli.load_config(TrainConfig, settings.split())
 
 
 def ready_batches(folder: Path, shape: Shape, steps: int) -> list[Batch]:
     """Return the first `steps` batches that our loop would draw."""
-    task, size = build_task(native_config(folder, shape, "fp32", 1)), shape.batch
+    task = build_task(native_config(folder, shape, "fp32", 1))
+    size = shape.batch
     order = ShardSampler(
         task.shard_rows, seed=0, global_batch_size=size, rank=0, world_size=1
     ).micro_batches(size)

@@ -42,14 +42,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks import harness
-from benchmarks.harness import ROOT, Result, run_timed, shown, table
+from benchmarks.harness import ROOT, Result, run_timed, shown, table, turns
 
 SIDES = ("ours", "ours best", "trainer", "trainer best")
 BEST = ("data.num_workers=0", "telemetry.trackers=[]", "samples=0")
@@ -96,77 +95,70 @@ def vocabulary(model: Path) -> list[str]:
     )
 
 
-def made_rows(task: str, words: list[str], count: int, rng: np.random.Generator) -> list[Result]:
-    """Return generated rows of a task that a model can learn, because words in the text decide the answer."""
+class Maker:
+    """A maker of rows that a model can learn, because words in the text decide the answer."""
 
-    def some(least: int, most: int) -> list[str]:
-        return [words[n] for n in rng.integers(0, len(words), rng.integers(least, most + 1))]
+    def __init__(self, words: list[str], rng: np.random.Generator) -> None:
+        self.words = words
+        self.rng = rng
 
-    rows: list[Result] = []
-    for number in range(count):
-        if task == "multilabel":
-            topics = [topic for topic in range(6) if rng.random() < 0.3]
-            inside = [
-                word
-                for topic in topics
-                for word in words[topic * 20 : topic * 20 + 20][:: rng.integers(3, 7)]
-            ]
-            text = rng.permutation([*some(4, 20), *inside]).tolist()
-            rows.append({"text": " ".join(text), "label": [f"topic{topic}" for topic in topics]})
-        elif task == "regress":
-            first, other = some(6, 16), some(6, 16)
-            kept = first[: rng.integers(0, len(first) + 1)]
-            second = rng.permutation([*kept, *other[: len(first) - len(kept)]]).tolist()
-            rows.append(
-                {
-                    "text": " ".join(first),
-                    "text_pair": " ".join(second),
-                    "label": 5 * len(kept) / len(first),
-                }
-            )
-        elif task == "ner":
-            parts = [
-                ("who", some(1, 2), "PER"),
-                ("in", some(1, 2), "LOC"),
-                ("for", some(1, 3), "ORG"),
-            ]
-            tokens: list[str] = []
-            tags: list[str] = []
-            for before, name, kind in (parts[n] for n in rng.permutation(3)[: rng.integers(0, 4)]):
-                tokens += [*some(0, 3), before, *name]
-                tags += ["O"] * (len(tokens) - len(tags) - len(name)) + [
-                    f"B-{kind}",
-                    *[f"I-{kind}"] * (len(name) - 1),
-                ]
-            end = [*some(1, 5), "."]
-            rows.append({"tokens": [*tokens, *end], "tags": [*tags, *["O"] * len(end)]})
-        elif task == "qa":
-            facts = {
-                kind: " ".join(some(1, 3))
-                for kind in ("works for", "lives in", "talks about", "was born near")
-            }
-            person = " ".join(some(2, 2))
-            sentences = [
-                f"{person} {kind} {facts[kind]}." for kind in rng.permutation(list(facts))
-            ]
-            context, kind = (
-                " ".join([" ".join(some(3, 12)) + ".", *sentences]),
-                rng.choice(list(facts)),
-            )
-            answer = {
-                "text": facts[kind],
-                "answer_start": context.index(f"{kind} {facts[kind]}") + len(kind) + 1,
-            }
-            question = f"What is it that {person} {kind}?"
-            rows.append(
-                {
-                    "id": f"{count}-{number}",
-                    "context": context,
-                    "question": question,
-                    "answers": [answer],
-                }
-            )
-    return rows
+    def some(self, least: int, most: int) -> list[str]:
+        number = self.rng.integers(least, most + 1)
+        return [self.words[n] for n in self.rng.integers(0, len(self.words), number)]
+
+    def multilabel(self) -> Result:
+        topics = [topic for topic in range(6) if self.rng.random() < 0.3]
+        inside: list[str] = []
+        for topic in topics:
+            of_topic = self.words[topic * 20 : topic * 20 + 20]
+            inside += of_topic[:: self.rng.integers(3, 7)]
+        text = self.rng.permutation([*self.some(4, 20), *inside])
+        return {"text": " ".join(text), "label": [f"topic{topic}" for topic in topics]}
+
+    def regress(self) -> Result:
+        first = self.some(6, 16)
+        other = self.some(6, 16)
+        kept = first[: self.rng.integers(0, len(first) + 1)]
+        rest = other[: len(first) - len(kept)]
+        second = self.rng.permutation([*kept, *rest])
+        return {
+            "text": " ".join(first),
+            "text_pair": " ".join(second),
+            "label": 5 * len(kept) / len(first),
+        }
+
+    def ner(self) -> Result:
+        names = [
+            ("who", self.some(1, 2), "PER"),
+            ("in", self.some(1, 2), "LOC"),
+            ("for", self.some(1, 3), "ORG"),
+        ]
+        tokens: list[str] = []
+        tags: list[str] = []
+        for number in self.rng.permutation(3)[: self.rng.integers(0, 4)]:
+            before, name, kind = names[number]
+            start = [*self.some(0, 3), before]
+            tokens += [*start, *name]
+            inside = [f"I-{kind}"] * (len(name) - 1)
+            tags += [*["O"] * len(start), f"B-{kind}", *inside]
+        end = [*self.some(1, 5), "."]
+        return {"tokens": [*tokens, *end], "tags": [*tags, *["O"] * len(end)]}
+
+    def qa(self) -> Result:
+        facts = {}
+        for kind in ("works for", "lives in", "talks about", "was born near"):
+            facts[kind] = " ".join(self.some(1, 3))
+        person = " ".join(self.some(2, 2))
+        order = self.rng.permutation(list(facts))
+        start = " ".join(self.some(3, 12)) + "."
+        context = " ".join([start, *(f"{person} {kind} {facts[kind]}." for kind in order)])
+        kind = self.rng.choice(list(facts))
+        begin = context.index(f"{kind} {facts[kind]}") + len(kind) + 1
+        return {
+            "context": context,
+            "question": f"What is it that {person} {kind}?",
+            "answers": [{"text": facts[kind], "answer_start": begin}],
+        }
 
 
 def tweets(path: Path) -> list[Result]:
@@ -181,16 +173,22 @@ def articles(path: Path) -> list[list[str]]:
     text = path.read_text().replace("<unk> ", "")
     text = re.sub(r" @(.)@ ", r"\1", text)
     parts = re.split(r"^ ?= [^=\n]* ?= *$", text, flags=re.MULTILINE)[1:]
-    return [[line.strip() for line in part.splitlines() if " = " not in line] for part in parts]
+    found = []
+    for part in parts:
+        found.append([line.strip() for line in part.splitlines() if " = " not in line])
+    return found
 
 
 def topics(path: Path, rng: np.random.Generator) -> dict[str, list[Result]]:
     """Return shuffled paragraphs of the longest articles, with the number of the article as label."""
-    long = [[text for text in each if len(text.split()) >= LEAST_WORDS] for each in articles(path)]
-    long = sorted(long, key=len)[-ARTICLES:]
+    found = []
+    for article in articles(path):
+        found.append([text for text in article if len(text.split()) >= LEAST_WORDS])
+    longest = sorted(found, key=len)[-ARTICLES:]
     rows: dict[str, list[Result]] = {"train": [], "validation": []}
-    for label, paragraphs in enumerate(long):
-        for number, text in enumerate(rng.permutation(paragraphs)[:MOST_PARAGRAPHS]):
+    for label, paragraphs in enumerate(longest):
+        drawn = rng.permutation(paragraphs)[:MOST_PARAGRAPHS]
+        for number, text in enumerate(drawn):
             side = "train" if number % HELD_OUT else "validation"
             rows[side].append({"text": str(text), "label": f"article{label}"})
     return rows
@@ -198,26 +196,27 @@ def topics(path: Path, rng: np.random.Generator) -> dict[str, list[Result]]:
 
 def pairs(path: Path, rng: np.random.Generator) -> dict[str, list[Result]]:
     """Return pairs of sentences: neighbours, or from two articles. The sides have no article in common."""
-    found = articles(path)
-    rows: dict[str, list[Result]] = {"train": [], "validation": []}
-    for side, first in (("train", 1), ("validation", 0)):
-        sentences = [
-            [re.split(r"(?<= \.) ", text) for text in each]
-            for number, each in enumerate(found)
-            if min(number % HELD_OUT, 1) == first
-        ]
-        sentences = [[text for text in each if len(text) > 1] for each in sentences]
-        sentences = [each for each in sentences if each]
-        for _ in range(PAIRS[side]):
-            one, other = rng.choice(len(sentences), 2, replace=False)
-            text = sentences[one][rng.integers(len(sentences[one]))]
-            place = int(rng.integers(len(text) - 1))
-            row = {"text": text[place], "text_pair": text[place + 1], "label": "next"}
-            if rng.random() < 0.5:
-                text = sentences[other][rng.integers(len(sentences[other]))]
-                row |= {"text_pair": text[int(rng.integers(len(text)))], "label": "other"}
-            rows[side].append(row)
-    return rows
+    # of each article, its paragraphs as lists of sentences
+    texts: dict[str, list[list[list[str]]]] = {"train": [], "validation": []}
+    for number, article in enumerate(articles(path)):
+        paragraphs = [re.split(r"(?<= \.) ", text) for text in article]
+        paragraphs = [each for each in paragraphs if len(each) > 1]
+        if paragraphs:
+            side = "train" if number % HELD_OUT else "validation"
+            texts[side].append(paragraphs)
+    return {side: [pair(texts[side], rng) for _ in range(PAIRS[side])] for side in texts}
+
+
+def pair(texts: list[list[list[str]]], rng: np.random.Generator) -> Result:
+    one, other = rng.choice(len(texts), 2, replace=False)
+    text = texts[one][rng.integers(len(texts[one]))]
+    place = int(rng.integers(len(text) - 1))
+    row = {"text": text[place], "text_pair": text[place + 1], "label": "next"}
+    if rng.random() < 0.5:
+        text = texts[other][rng.integers(len(texts[other]))]
+        row["text_pair"] = text[int(rng.integers(len(text)))]
+        row["label"] = "other"
+    return row
 
 
 def write_text(folder: Path, options: argparse.Namespace) -> None:
@@ -241,14 +240,20 @@ def rows_of(task: str, options: argparse.Namespace) -> dict[str, list[Result]]:
     if task == "tweets":
         rows = tweets(options.tweets)
         return {"train": [row for n, row in enumerate(rows) if n % 5], "validation": rows[::5]}
-    if task in ("topics", "pairs"):
-        return {"topics": topics, "pairs": pairs}[task](options.text, rng)
+    if task == "topics":
+        return topics(options.text, rng)
+    if task == "pairs":
+        return pairs(options.text, rng)
     words = vocabulary(options.model)
     halves = {"train": words[::2], "validation": words[1::2]}
-    # words define its topics
-    halves = dict.fromkeys(halves, words) if task == "multilabel" else halves
+    if task == "multilabel":
+        halves = dict.fromkeys(halves, words)  # words define its topics
     counts = {"train": TRAIN_ROWS, "validation": VALIDATION_ROWS}
-    return {side: made_rows(task, halves[side], count, rng) for side, count in counts.items()}
+    rows = {}
+    for side, count in counts.items():
+        make = getattr(Maker(halves[side], rng), task)
+        rows[side] = [make() for _ in range(count)]
+    return rows
 
 
 def write_data(task: str, folder: Path, options: argparse.Namespace) -> None:
@@ -259,19 +264,20 @@ def write_data(task: str, folder: Path, options: argparse.Namespace) -> None:
         return
     for side, rows in rows_of(task, options).items():
         if task == "qa":
-            paragraphs = [
-                {
-                    "context": row["context"],
-                    "qas": [{name: row[name] for name in ("id", "question", "answers")}],
-                }
-                for row in rows
-            ]
-            text = json.dumps(
-                {"data": [{"title": "made", "paragraphs": paragraphs}], "version": "1.1"}
-            )
+            (folder / f"{side}.json").write_text(json.dumps(squad(rows)))
         else:
             text = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / f"{side}.{'json' if task == 'qa' else 'jsonl'}").write_text(text)
+            (folder / f"{side}.jsonl").write_text(text)
+
+
+def squad(rows: list[Result]) -> Result:
+    """Return the content of a file in SQuAD's form."""
+    paragraphs = []
+    for number, row in enumerate(rows):
+        question = {name: row[name] for name in ("question", "answers")}
+        question["id"] = f"{len(rows)}-{number}"
+        paragraphs.append({"context": row["context"], "qas": [question]})
+    return {"data": [{"title": "made", "paragraphs": paragraphs}], "version": "1.1"}
 
 
 def unpacked(package: str, folder: Path) -> Path:
@@ -296,7 +302,8 @@ def unpacked(package: str, folder: Path) -> Path:
 
 def settings(side: str, task: str, folder: Path) -> list[str]:
     """Return the settings of our run about its task and data."""
-    spec, data = TASKS[task], folder.parent / task
+    spec = TASKS[task]
+    data = folder.parent / task
     words = [f"task={spec.kind}", *spec.settings.split()]
     if side == "ours best":
         words += BEST
@@ -322,14 +329,26 @@ def train(
 
     Returns seconds and tokens.
     """
-    spec, begin, data = TASKS[task], begin or options.model, folder.parent / task
+    spec = TASKS[task]
+    begin = begin or options.model
+    data = folder.parent / task
     seen = folder.with_suffix(".json")
     if side.startswith("trainer"):
-        given = {"task": spec.kind, "data": str(data), "begin": str(begin), "seen": str(seen)}
-        arguments = {"per_device_train_batch_size": spec.batch, "num_train_epochs": options.epochs}
-        arguments |= {"learning_rate": spec.lr, "seed": seed}
-        given |= {"export": f"{folder}/export", "seq_len": SEQ_LEN}
-        given |= {"best": side.endswith("best"), "arguments": arguments}
+        given = {
+            "task": spec.kind,
+            "data": str(data),
+            "begin": str(begin),
+            "seen": str(seen),
+            "export": f"{folder}/export",
+            "seq_len": SEQ_LEN,
+            "best": side.endswith("best"),
+            "arguments": {
+                "per_device_train_batch_size": spec.batch,
+                "num_train_epochs": options.epochs,
+                "learning_rate": spec.lr,
+                "seed": seed,
+            },
+        }
         words = ["benchmarks.peers.plain", json.dumps(given)]
     else:
         words = ["benchmarks.peers.clocked", str(seen), *settings(side, task, folder)]
@@ -348,23 +367,21 @@ def scores_of(task: str, folder: Path, *, predicts: bool = False) -> Result:
 
 
 def benchmark(options: argparse.Namespace, home: Path) -> list[Result]:
-    """Train and score; return the lines of all runs, in the order of the seeds."""
+    """Train and score, one task after another; return the lines of all runs."""
     file = options.results or home / "results.jsonl"
     file.touch()
     done = [json.loads(line) for line in file.read_text().splitlines()]
     known = {(line["task"], line["side"], line["seed"]) for line in done}
-    for seed, side, task in runs(options):
+    for task, (seed, side) in itertools.product(
+        options.tasks, turns(options.seeds, options.sides)
+    ):
         if (task, side, seed) in known:
             continue
         if not (home / task).exists():
             write_data(task, home / task, options)
         folder = home / f"{task}_{side.replace(' ', '_')}_{seed}"
-        line = {
-            "task": task,
-            "side": side,
-            "seed": seed,
-            **train(side, task, seed, folder, options),
-        }
+        used = train(side, task, seed, folder, options)
+        line = {"task": task, "side": side, "seed": seed, **used}
         predicts = side.startswith("ours") and seed == 0 and task != "mlm"
         line |= scores_of(task, folder, predicts=predicts)
         print(line, file=sys.stderr)
@@ -376,18 +393,11 @@ def benchmark(options: argparse.Namespace, home: Path) -> list[Result]:
     return done
 
 
-def runs(options: argparse.Namespace) -> Iterator[tuple[int, str, str]]:
-    """Yield seeds, sides and tasks; all sides of a task and seed follow one another."""
-    for seed, task in itertools.product(range(options.seeds), options.tasks):
-        for side in options.sides if seed % 2 == 0 else reversed(options.sides):
-            yield seed, side, task
-
-
 def report(done: list[Result], options: argparse.Namespace) -> None:
     """Print the table of the tasks and sides."""
-    print(
-        f"{harness.machine('torch', 'transformers')}, one thread; `{' '.join(['benchmarks.real', *sys.argv[1:]])}`\n"
-    )
+    machine = harness.machine("torch", "transformers")
+    command = " ".join(["benchmarks.real", *sys.argv[1:]])
+    print(f"{machine}, one thread; `{command}`\n")
     rows = []
     for task, side in itertools.product(options.tasks, SIDES):
         lines = [line for line in done if (line["task"], line["side"]) == (task, side)]
@@ -395,10 +405,12 @@ def report(done: list[Result], options: argparse.Namespace) -> None:
             continue
         score = TASKS[task].score
         cpu_s = statistics.fmean(line["cpu_s"] for line in lines)
-        speed = sum(line["tokens"] for line in lines) / sum(line["train_cpu_s"] for line in lines)
+        tokens = sum(line["tokens"] for line in lines)
+        train_cpu_s = sum(line["train_cpu_s"] for line in lines)
+        row = [task, side, score, str(len(lines)), mean(lines, score), mean(lines, "exact_match")]
+        row += [shown(cpu_s), shown(tokens / train_cpu_s, 4)]
         equal = [line["predict_equal"] for line in lines if "predict_equal" in line]
-        cells = [mean(lines, score), mean(lines, "exact_match"), shown(cpu_s), shown(speed, 4)]
-        rows.append([task, side, score, str(len(lines)), *cells, *map(shown, equal[:1])])
+        rows.append([*row, *map(shown, equal[:1])])
     head = ["task", "side", "score", "seeds", "mean, deviation", "exact match"]
     print(table([*head, "CPU s", "tokens per CPU s", "equal answers"], rows))
 
@@ -414,13 +426,14 @@ def mean(lines: list[Result], name: str) -> str:
 
 def there_and_back(home: Path, options: argparse.Namespace) -> None:
     """Continue to train our first export with the Trainer, and then the Trainer's result with our command."""
-    theirs, ours = home / "tweets_there", home / "tweets_back"
+    theirs = home / "tweets_there"
+    ours = home / "tweets_back"
     train("trainer", "tweets", 0, theirs, options, begin=home / "tweets_ours_0/export")
     train("ours", "tweets", 0, ours, options, begin=theirs / "export")
-    values = [scores_of("tweets", folder)["f1_macro"] for folder in (theirs, ours)]
-    print(
-        f"\nOur export after further training by the Trainer: macro F1 {values[0]:.4f}; then by us: {values[1]:.4f}"
-    )
+    by_trainer = scores_of("tweets", theirs)["f1_macro"]
+    by_us = scores_of("tweets", ours)["f1_macro"]
+    said = f"macro F1 {by_trainer:.4f}; then by us: {by_us:.4f}"
+    print(f"\nOur export after further training by the Trainer: {said}")
 
 
 def main() -> None:

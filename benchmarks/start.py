@@ -65,8 +65,9 @@ def time_start(words: list[str], *folders: Path) -> tuple[float, float]:
             )
         wall_s = time.perf_counter() - began_s
         family = [process, *process.children(recursive=True)]
-        # of ended children
-        cpu_s = sum(sum(each.cpu_times()[:2]) for each in family) + sum(process.cpu_times()[2:4])
+        cpu_s = sum(process.cpu_times()[2:4])  # of ended children
+        for each in family:
+            cpu_s += sum(each.cpu_times()[:2])
         for each in family:
             each.kill()
     return wall_s, cpu_s
@@ -80,9 +81,8 @@ def compare(
     if accelerate is not None:
         sides["trainer"] = (trainer, [ROOT, accelerate])
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
-    with tempfile.TemporaryDirectory(
-        ignore_cleanup_errors=True
-    ) as name:  # a killed run's loader may still write
+    # a killed run's loader may still write
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         for number, side in turns(rounds + 1, list(sides)):
             command, folders = sides[side]
             clocks = time_start(command(data, Path(name)), *folders)

@@ -105,10 +105,9 @@ class Pairs:
 
     def medians(self) -> tuple[float, float]:
         """Return the median seconds of the loop's steps, and the median ratio of the pairs."""
-        pairs = list(zip(self.steps_s, self.bares_s, strict=False))[SKIPPED:]
-        return statistics.median(step for step, _ in pairs), statistics.median(
-            step / bare for step, bare in pairs
-        )
+        steps_s = self.steps_s[SKIPPED:]
+        bares_s = self.bares_s[SKIPPED : len(self.steps_s)]
+        return statistics.median(steps_s), statistics.median(ratios(steps_s, bares_s))
 
 
 def clock_s() -> float:
@@ -180,7 +179,8 @@ CONTESTANTS = {
 
 def compare(shape_name: str, precision: str, rounds: int, steps: int, names: list[str]) -> Result:
     """Return each loop's seconds per step and ratio to the bare steps, from the medians of each round."""
-    shape, device = SHAPES[shape_name], DDP(BackendConfig(device=DEVICE.type, precision=precision))
+    shape = SHAPES[shape_name]
+    device = DDP(BackendConfig(device=DEVICE.type, precision=precision))
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -198,15 +198,16 @@ def compare(shape_name: str, precision: str, rounds: int, steps: int, names: lis
         "shape": shape_name,
         "precision": precision,
         "threads": torch.get_num_threads(),
+        "device": DEVICE.type,
+        "peak_tflops": rounded([peak / 1e12 for peak in peaks]),
     }
-    result |= {"device": DEVICE.type, "peak_tflops": rounded([peak / 1e12 for peak in peaks])}
     to_bare = {each: [ratio for _, ratio in rows] for each, rows in taken.items()}
     for each, rows in taken.items():
-        median_s = statistics.median(step_s for step_s, _ in rows)
-        result |= {f"{each}, s": round(median_s, 4), f"{each} / bare": rounded(to_bare[each])}
-        result[f"{each} share of the peak"] = rounded(
-            [flops / step_s / max(peaks) for step_s, _ in rows]
-        )
+        steps_s = [step_s for step_s, _ in rows]
+        shares = [flops / step_s / max(peaks) for step_s in steps_s]
+        result[f"{each}, s"] = round(statistics.median(steps_s), 4)
+        result[f"{each} / bare"] = rounded(to_bare[each])
+        result[f"{each} share of the peak"] = rounded(shares)
         if each != "ours" and "ours" in names:
             result[f"{each} / ours"] = rounded(ratios(to_bare[each], to_bare["ours"]))
     return result
@@ -225,12 +226,10 @@ def main() -> None:
     )
     options = parser.parse_args()
     for precision in options.precision:
-        names = options.contestants
-        print(
-            json.dumps(
-                compare(options.shape, precision, options.rounds, options.steps, names), indent=1
-            )
+        result = compare(
+            options.shape, precision, options.rounds, options.steps, options.contestants
         )
+        print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

@@ -49,10 +49,10 @@ EXAMPLES = (
 
 def main(arguments: Sequence[str]) -> int:
     arguments = list(arguments)
-    if arguments and arguments[0] in commands.COMMANDS:
+    if arguments and arguments[0] in commands.TABLE:
         return commands.main(arguments)
     if arguments and re.fullmatch(r"[A-Za-z][\w-]*", arguments[0]):
-        known = ", ".join(commands.COMMANDS)
+        known = ", ".join(commands.TABLE)
         return rejected(
             f"there is no subcommand {arguments[0]}; available: {known}. To plan a run, give key=value"
         )
@@ -60,13 +60,15 @@ def main(arguments: Sequence[str]) -> int:
         LaunchConfig, "launch", [("cluster", name, kind) for name, kind in SETTINGS.items()]
     )
     purpose = "Plan a run on N machines; submit=true starts it. Settings of the run follow --. Other commands: "
-    purpose += f"{' | '.join(commands.COMMANDS)}, each with --help."
+    purpose += f"{' | '.join(commands.TABLE)}, each with --help."
     parser = cli.settings_parser("launch", LaunchConfig, purpose, examples=EXAMPLES, keys=USED)
     add_import_flag(parser)  # --import names Python files that the run imports
-    own, of_run = arguments, list[str]()
+    own = arguments
+    of_run: list[str] = []
     if "--" in arguments:
         split = arguments.index("--")
-        own, of_run = arguments[:split], arguments[split + 1 :]
+        own = arguments[:split]
+        of_run = arguments[split + 1 :]
     elif all("=" in each for each in arguments):  # neither --help nor --cfg
         example = "baretrain launch cluster=local -- experiment=demo run_dir=runs/a"
         return rejected(f"settings of the run are missing: write them after --, as in {example}")
@@ -116,10 +118,13 @@ def expect(cfg: LaunchConfig, run: TrainConfig) -> Estimate:
 
     Raises InputError if the planned machines cannot run this.
     """
-    seq_len, rows, vocab_size = run.seq_len, None, None
+    seq_len = run.seq_len
+    rows = None
+    vocab_size = None
     manifest = manifest_of(run)
     if manifest is not None:
-        seq_len, rows = manifest.seq_len, manifest.rows("train")
+        seq_len = manifest.seq_len
+        rows = manifest.rows("train")
         vocab_size = manifest.tokenizer.vocab_size
     return estimate(
         run,
@@ -149,17 +154,20 @@ def estimate_lines(cfg: LaunchConfig, run: TrainConfig, expected: Estimate) -> l
     """Return the figures of the estimate, and its assumptions as a list."""
     lines = [line(name, text) for name, text in figures(expected).items()]
     lines.append("")
-    for note in [*expected.notes, *too_short(cfg, run, expected.hours)]:
+    notes = [*expected.notes, *too_short(cfg, run, expected.hours)]
+    for note in notes:
         lines += textwrap.wrap(f"- {note}", WIDTH, subsequent_indent="  ")
     return [*lines, ""]
 
 
 def too_short(cfg: LaunchConfig, run: TrainConfig, hours: float | None) -> list[str]:
     """Return a note for each limit that ends the run before the expected end."""
+    if hours is None:
+        return []
     limits_s = {"cluster.max_run_s": cfg.cluster.ends_after_s, "max_run_s": run.max_run_s}
     notes = []
     for key, limit_s in limits_s.items():
-        if limit_s is not None and hours is not None and limit_s < hours * 3600:
+        if limit_s is not None and limit_s < hours * 3600:
             notes.append(
                 f"the run will NOT finish: it takes about {hours:,.3g} hours, and {key}={limit_s:g} ends it after "
                 f"{limit_s / 3600:,.3g}; raise {key}, or resume the run afterwards"
@@ -172,17 +180,19 @@ def plan_lines(job: Job, request: Sequence[str], bundle_bytes: int) -> list[str]
     ranks = plural(job.processes_per_node, "rank")
     total = job.nodes * job.processes_per_node
     machines = f"{job.nodes} x {job.instance}, {ranks} each, {total} in all"
-    chosen = []
+    chosen = [job.scheduler]
     for key, value in job.cluster.items():
+        if isinstance(value, bool):
+            value = str(value).lower()
         if value not in (None, [], ""):
-            chosen.append(f"{key}={str(value).lower() if isinstance(value, bool) else value}")
+            chosen.append(f"{key}={value}")
     variables = [f"{name}={value}" for name, value in sorted(job.environment.items())]
     kilobytes = f"{bundle_bytes / 1e3:.0f} kB"
     return [
         line("run", job.run_dir),
         line("settings", f"sha256 {job.config_sha256[:16]}: {shlex.join(job.overrides)}"),
         line("machines", machines),
-        line("cluster", ", ".join([job.scheduler, *chosen])),
+        line("cluster", ", ".join(chosen)),
         line("code", f"{job.code.file}, {kilobytes}, git {job.code.revision or 'none'}"),
         *paragraph("variables", "\n".join(variables)),
         line("command", shlex.join(request)),

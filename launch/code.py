@@ -64,7 +64,8 @@ def pack() -> tuple[bytes, Code]:
 def add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
     # owner and time are left out, so that equal code has equal bytes
     entry = tarfile.TarInfo(name)
-    entry.size, entry.mode = len(content), 0o644
+    entry.size = len(content)
+    entry.mode = 0o644
     archive.addfile(entry, io.BytesIO(content))
 
 

@@ -27,8 +27,9 @@ class Command:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a command line that begins with one of COMMANDS; return the exit code."""
-    name, command = arguments[0], TABLE[arguments[0]]
+    """Run a command line that begins with a name in TABLE; return the exit code."""
+    name = arguments[0]
+    command = TABLE[arguments[0]]
     parser = command_parser(f"launch {name}", command.purpose, examples=command.examples)
     command.add_flags(parser)
     add_s3_flags(parser, caches=False)
@@ -226,4 +227,3 @@ TABLE = {
         setup.setup,
     ),
 }
-COMMANDS = tuple(TABLE)

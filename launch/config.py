@@ -8,9 +8,6 @@ from typing import ClassVar
 
 from train.config import InstanceConfig, Section, check, setting
 
-# The form of an EC2 instance type, such as trn1.32xlarge.
-INSTANCE_TYPE = r"[a-z][a-z0-9-]*\.[a-z0-9-]+"
-
 
 @dataclass(kw_only=True)
 class ClusterConfig(Section, prefix="cluster."):

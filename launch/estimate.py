@@ -154,7 +154,8 @@ def precision_of(cfg: TrainConfig) -> str:
 
 def speed(cfg: TrainConfig) -> tuple[float | None, str]:
     """Return the FLOP/s of a rank according to the makers of chips (None if unknown), and the source."""
-    instance, precision = cfg.instance, precision_of(cfg)
+    instance = cfg.instance
+    precision = precision_of(cfg)
     peak = instance.peak_flops_per_s(precision)
     if peak is None or instance.device is None:
         lacks = "the peak" if peak is None else "the accelerator"

@@ -20,8 +20,9 @@ from train.storage.schema import BadContent, read_object
 
 def file_of(record: Record) -> tuple[LocalFolder, str]:
     state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
-    name = f"{sha256_bytes(record.location.encode())[:32]}.json"
-    return LocalFolder(state / "baretrain" / "launched"), name
+    folder = LocalFolder(state / "baretrain" / "launched")
+    digest = sha256_bytes(record.location.encode())
+    return folder, f"{digest[:32]}.json"
 
 
 def read(record: Record) -> dict[str, Any]:

@@ -82,12 +82,17 @@ def all_logs(record: Record) -> dict[str, Log]:
 
 def select(record: Record, history: History, number: int | None) -> list[Log]:
     """Return the logs of the job and of all machines of an attempt: attempt `number`, or the last one that trained."""
-    logs = all_logs(record)
     if number is None:
-        number = max((each.number for each in history.attempts if each.is_training), default=0)
-    of_job = [log for name, log in logs.items() if re.fullmatch(r"[^/]+\.txt", name)]
+        trained = [each.number for each in history.attempts if each.is_training]
+        number = max(trained, default=0)
     below = attempt_name(number)
-    of_nodes = [log for name, log in logs.items() if re.fullmatch(rf"{below}/[^/]+\.txt", name)]
+    of_job = []
+    of_nodes = []
+    for name, log in all_logs(record).items():
+        if re.fullmatch(r"[^/]+\.txt", name):
+            of_job.append(log)
+        elif re.fullmatch(rf"{below}/[^/]+\.txt", name):
+            of_nodes.append(log)
     if not of_nodes and record.run.size(OF_TRAINER) is not None:
         of_nodes = [Log(f"the run's {OF_TRAINER}", record.run, OF_TRAINER)]
     return [*of_job, *of_nodes]

@@ -107,8 +107,9 @@ class Node:
 
     def start_py(self) -> str:
         """Unpack the job's code, and return its entry point."""
-        content = self.record.folder.read(self.job.code.file)
-        folder = code.unpack(content, self.job.code.sha256, cache_root() / "launch" / "code")
+        bundle = self.job.code
+        content = self.record.folder.read(bundle.file)
+        folder = code.unpack(content, bundle.sha256, cache_root() / "launch" / "code")
         return str(folder / code.START)
 
     def torchrun(self, module: str, arguments: Sequence[str]) -> list[str]:
@@ -146,9 +147,11 @@ class Node:
 
     def upload(self) -> None:
         """Upload this machine's logs of the attempt to the record."""
+        top = self.record.local_folder()
         for path in sorted(self.logs.rglob("*")):
-            if path.is_file() and self.name in path.relative_to(self.logs).as_posix():
-                name = path.relative_to(self.record.local_folder()).as_posix()
+            below = path.relative_to(self.logs).as_posix()
+            if path.is_file() and self.name in below:
+                name = path.relative_to(top).as_posix()
                 self.record.folder.write(name, path.read_bytes())
 
     def answer(self, content: bytes) -> None:

@@ -41,14 +41,15 @@ def run_overrides(given: Sequence[str], launch: Sequence[str]) -> list[str]:
     overrides = []
     for override in launch:
         key = override.partition("=")[0]
-        if key.split(".")[0] == "instance" and key not in keys:
+        is_instance = key.split(".")[0] == "instance"
+        if is_instance and key not in keys:
             overrides.append(override)
     return [*overrides, *given]
 
 
 def located(overrides: Sequence[str], key: str, location: str) -> list[str]:
     """Return the overrides with `key` set to an absolute location, so that every node uses the same folder."""
-    others = [each for each in overrides if each.partition("=")[0] != key]
+    others = [each for each in overrides if not each.startswith(f"{key}=")]
     return [*others, f"{key}={quoted(location)}"]
 
 
@@ -121,7 +122,8 @@ def is_here(key: str, value: str) -> bool:
 
 def check_ranks(cfg: LaunchConfig, *, uses_devices: bool) -> None:
     """Raise InputError if a machine has fewer devices than ranks."""
-    instance, ranks = cfg.instance, cfg.ranks_per_node
+    instance = cfg.instance
+    ranks = cfg.ranks_per_node
     if uses_devices and instance.device is not None and instance.devices is not None:
         check(
             ranks <= instance.devices,

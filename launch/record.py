@@ -307,9 +307,12 @@ class Record:
     def read(self, kind: type[Kind], name: str) -> Kind:
         """Read a file of the record. Raises InputError if it is damaged."""
         try:
-            return record(kind, read_object(self.folder.read(name)))
+            return self._read(kind, name)
         except BadContent as error:
             raise InputError(f"{self.location}/{name} cannot be read: {error}") from error
+
+    def _read(self, kind: type[Kind], name: str) -> Kind:
+        return record(kind, read_object(self.folder.read(name)))
 
     def write(self, job: Job, *, config: str, bundle: bytes) -> None:
         """Write all files that a job needs; job.json last."""
@@ -323,8 +326,12 @@ class Record:
     def numbered(self, folder: str) -> dict[int, str]:
         """Return the names of the files folder/0001.json, folder/0002.json, ..., by number, in order."""
         pattern = re.compile(rf"{folder}/(\d{{4,9}})\.json", re.ASCII)
-        matches = map(pattern.fullmatch, self.folder.names(f"{folder}/"))
-        return dict(sorted((int(match[1]), match[0]) for match in matches if match is not None))
+        found = {}
+        for name in self.folder.names(f"{folder}/"):
+            match = pattern.fullmatch(name)
+            if match is not None:
+                found[int(match[1])] = name
+        return dict(sorted(found.items()))
 
     def next_submission(self) -> int:
         return 1 + max(self.numbered(SUBMISSIONS), default=0)
@@ -332,8 +339,9 @@ class Record:
     def claim(self, number: int, scheduler: str, nodes: int) -> Submission | None:
         """Record a submission before the scheduler is asked; return None if another launch has taken the number."""
         submission = Submission(number, scheduler, nodes, now_unix_s())
-        is_first = self.folder.create(file_of(SUBMISSIONS, number), to_json(submission))
-        return submission if is_first else None
+        if self.folder.create(file_of(SUBMISSIONS, number), to_json(submission)):
+            return submission
+        return None
 
     def keep_answer(self, submission: Submission) -> None:
         """Write a submission again, with the scheduler's answer."""
@@ -406,7 +414,7 @@ class Record:
     def sound(self, kind: type[Kind], name: str) -> Kind | None:
         """Return the content of a file; None if the file is missing or damaged."""
         try:
-            return record(kind, read_object(self.folder.read(name)))
+            return self._read(kind, name)
         except (FileNotFoundError, BadContent):
             return None
 

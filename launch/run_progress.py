@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
 from launch.values import count, number, table
 from train.observe.lines import read_back
+from train.run_folder.exported import saved_steps
 from train.run_folder.identity import ENVIRONMENT
 from train.run_folder.outcome import read_outcome
 from train.run_folder.ownership import newest_lease, parse_lease
@@ -16,7 +16,7 @@ from train.storage.schema import BadContent, read_object
 
 # Bytes read from the end of metrics.jsonl: about 10,000 lines.
 TAIL_BYTES = 2**22
-COMMITTED = re.compile(r"checkpoints/step_([0-9]{1,18})/manifest\.json")
+
 Line = dict[str, Any]
 
 
@@ -42,15 +42,9 @@ def read_progress(run: Folder) -> RunProgress:
     names = run.names_here()
     lines = list(read_back(run, limit_bytes=TAIL_BYTES))  # the newest comes first
     trained = of_kind(lines, "train")
-    if trained:
-        last = trained[0]
-    else:
-        last = {}
+    newest_line = next(iter(lines), {})
+    last = next(iter(trained), {})
     summary = next(iter(of_kind(lines, "summary")), {})
-    if lines:
-        newest_line = lines[0]
-    else:
-        newest_line = {}
     planned = count(table(read_environment(run), "plan"), "total_steps")
     return RunProgress(
         exists=ENVIRONMENT in names,
@@ -90,16 +84,17 @@ def newest_step(run: Folder, lines: list[Line], *, has_lease: bool) -> int | Non
 
 def newest_checkpoint(run: Folder) -> int | None:
     """Return the step of the newest committed checkpoint, according to file names. No content is verified."""
-    matches = map(COMMITTED.fullmatch, run.names("checkpoints/step_"))
-    return max((int(match[1]) for match in matches if match), default=None)
+    return max(saved_steps(run), default=None)
 
 
 def mean_step_s(trained: list[Line]) -> float | None:
     """Return the mean seconds per step in an attempt's lines, newest first, including evaluations and saves."""
     if not trained:
         return None
-    first, last = trained[-1], trained[0]
-    begin_s, end_s = number(first, "time_unix_s"), number(last, "time_unix_s")
+    first = trained[-1]
+    last = trained[0]
+    begin_s = number(first, "time_unix_s")
+    end_s = number(last, "time_unix_s")
     steps = last["step"] - first["step"]
     if begin_s is not None and end_s is not None and end_s > begin_s and steps > 0:
         return (end_s - begin_s) / steps

@@ -64,7 +64,9 @@ def status(record: Record) -> Status:
 
 
 def time_left_s(progress: RunProgress) -> float | None:
-    total, step, step_s = progress.total_steps, progress.step, progress.step_s
+    total = progress.total_steps
+    step = progress.step
+    step_s = progress.step_s
     if total is None or step is None or step_s is None:
         return None
     return max(0, total - step) * step_s
@@ -93,7 +95,8 @@ def state_of(answer: State, history: History) -> str:
     An active job is waiting, starting, running, stopping or ending. Any other is done, stopped, failed, refused,
     cancelled, vanished (no end is recorded) or not submitted. The state is unknown if the scheduler does not answer.
     """
-    submission, ended = history.submission, history.ended
+    submission = history.submission
+    ended = history.ended
     if submission is None or submission.rejection:
         return "not submitted"
     if answer.is_active:
@@ -135,14 +138,17 @@ def lines_of(status: Status) -> list[str]:
     rows = [*of_job(status), *of_run(status)]
     for attempt in status.history.attempts[-MAX_ATTEMPTS:]:
         rows.append((f"attempt {attempt.number}", attempt_text(attempt)))
-    shown = [(label, clean(text)) for label, text in rows if text]
-    width = max(len(label) for label, _ in shown)
-    lines = [f"{label:{width}}  {text}" for label, text in shown]
-    return [f"{clean(status.run_dir)}: {status.state}", *lines]
+    rows = [row for row in rows if row[1]]
+    width = max(len(label) for label, _ in rows)
+    lines = [f"{clean(status.run_dir)}: {status.state}"]
+    for label, text in rows:
+        lines.append(f"{label:{width}}  {clean(text)}")
+    return lines
 
 
 def of_job(status: Status) -> list[tuple[str, str]]:
-    answer, history = status.answer, status.history
+    answer = status.answer
+    history = status.history
     rows = [
         ("job", status.job_id),
         ("scheduler", f"{answer.scheduler}: {answer.failure or answer.text}"),
@@ -199,7 +205,8 @@ def attempt_text(attempt: Attempt) -> str:
 
 
 def shown_step(status: Status) -> str:
-    step, total = status.progress.step, status.progress.total_steps
+    step = status.progress.step
+    total = status.progress.total_steps
     if total is None:
         if step is None:
             return ""

@@ -84,9 +84,12 @@ def decide(
     if rejection:
         return Decision(END, "refused", f"rejected: {rejection}")
     if outcome:
-        ended, reason, kind = outcome["outcome"], outcome["reason"], outcome["kind"]
+        ended = outcome["outcome"]
+        reason = outcome["reason"]
+        kind = outcome["kind"]
     else:
-        ended, kind = "failed", ""
+        ended = "failed"
+        kind = ""
         reason = f"ended with exit code {exit_code} and left no outcome"
     if ended in ("done", "refused") or (ended == "failed" and not outcome.get("goes_on", True)):
         return Decision(END, ended, reason)
@@ -203,8 +206,7 @@ def supervise(
     while True:
         attempt = begin(record, nodes)
         decision = reason_not_to_train(record, stop)
-        if decision is not None:
-            attempt = replace(attempt, never_began=True)
+        attempt = replace(attempt, never_began=decision is not None)
         try:
             if decision is None and examine is not None:
                 decision = preflight(examine, stop)

@@ -20,7 +20,8 @@ NEURON = AmiConfig(instance=InstanceConfig(name="trn1.2xlarge", device="neuron")
 
 def write_wheel(folder: Path, name: str, version: str, *needs: str, content: str = "") -> Path:
     """An index's folder of this name, with one wheel."""
-    plain, at = re.sub(r"\W+", "_", name), folder / name
+    plain = re.sub(r"\W+", "_", name)
+    at = folder / name
     at.mkdir(parents=True, exist_ok=True)
     path = at / f"{plain}-{version}-py3-none-any.whl"
     about = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
@@ -42,7 +43,9 @@ def write_indexes(monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[Path, 
     """PyPI and Neuron's index as pip finds them here, and the image's Python is the one of the tests. Each index also
     has the packages of the other, which nobody should take.
     """
-    public, of_neuron, table = folder / "pypi", folder / "neuron", read_versions()
+    public = folder / "pypi"
+    of_neuron = folder / "neuron"
+    table = read_versions()
     lines = [
         line.partition(";")[0].strip()
         for line in image_constraints("cuda", table).splitlines()

@@ -47,30 +47,16 @@ def write_corpus(path: Path, *, num_documents: int = 120, seed: int = 0) -> Path
 
 
 def prepare_config(output: Path, corpus: Path, *overrides: str) -> PrepareConfig:
-    return cli.load_config(
-        PrepareConfig,
-        [
-            f"output={output}",
-            *([] if any(each.startswith("corpus=") for each in overrides) else ["corpus=text"]),
-            *(
-                []
-                if any("corpus.path=" in each for each in overrides)
-                else [f"corpus.path={corpus}"]
-            ),
-            f"seq_len={SEQ_LEN}",
-            *(
-                []
-                if any("tokenizer.pretrained=" in each for each in overrides)
-                else ["tokenizer.vocab_size=120"]
-            ),
-            *(
-                []
-                if any("corpus.validation=" in each for each in overrides)
-                else ["validation_fraction=0.25"]
-            ),
-            *overrides,
-        ],
-    )
+    usual = {
+        "corpus=": "corpus=text",
+        "corpus.path=": f"corpus.path={corpus}",
+        "tokenizer.pretrained=": "tokenizer.vocab_size=120",
+        "corpus.validation=": "validation_fraction=0.25",
+    }
+    given = " ".join(overrides)
+    chosen = [override for setting, override in usual.items() if setting not in given]
+    fixed = [f"output={output}", f"seq_len={SEQ_LEN}"]
+    return cli.load_config(PrepareConfig, [*fixed, *chosen, *overrides])
 
 
 def train_overrides(run_dir: Path, data: Path, *overrides: str) -> list[str]:
@@ -146,6 +132,10 @@ def lines(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     """The lines of one kind in a run's metrics.jsonl."""
     result = (json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines())
     return [line for line in result if line["kind"] == kind]
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def eventually(answer: Callable[[], Any], deadline_s: float = 180.0) -> Any:

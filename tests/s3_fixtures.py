@@ -18,6 +18,7 @@ from services.process import set_aws
 from services.s3_server import PACKAGES, S3Server, missing_programs
 
 from train.config import S3Config
+from train.storage.folders import Folder, open_folder
 
 REGION = "us-east-1"
 
@@ -60,6 +61,9 @@ class Bucket:
 
     def config(self, **changes: Any) -> S3Config:
         return S3Config(**{"endpoint": self.service.endpoint, "region": REGION, **changes})
+
+    def folder(self, prefix: str = "run", **changes: Any) -> Folder:
+        return open_folder(self.location(prefix), self.config(**changes))
 
     def overrides(self) -> list[str]:
         """The same for a command line."""
@@ -120,7 +124,8 @@ def bucket(s3_server: S3Service, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bu
     """A new one, no faults, and an environment (that of child processes too) that leads to it and nowhere else."""
     set_aws(monkeypatch, s3_server.server.key, s3_server.server.secret)
     s3_server.server.start_gateway()  # a test may have killed it
-    name, client = f"{OF_A_TEST}{uuid.uuid4().hex}", s3_server.client()
+    name = f"{OF_A_TEST}{uuid.uuid4().hex}"
+    client = s3_server.client()
     s3_server.proxy.bucket = name
     s3_server.proxy.set()
     client.create_bucket(Bucket=name)

@@ -30,17 +30,22 @@ class Layer(nn.Module):
     def __init__(self, hidden: int) -> None:
         super().__init__()
         self.heads = max(1, hidden // HEAD)
-        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
-        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
-        self.norm, self.last_norm = Norm(hidden), Norm(hidden)
+        self.qkv = nn.Linear(hidden, 3 * hidden)
+        self.out = nn.Linear(hidden, hidden)
+        self.up = nn.Linear(hidden, 4 * hidden)
+        self.down = nn.Linear(4 * hidden, hidden)
+        self.norm = Norm(hidden)
+        self.last_norm = Norm(hidden)
 
     def forward(self, states: Tensor) -> Tensor:
         """Return the layer's output [B, S, H] for hidden states [B, S, H]."""
-        # [3, B, heads, S, HEAD]
-        qkv = self.qkv(states).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        qkv = self.qkv(states).unflatten(-1, (3, self.heads, -1))
+        qkv = qkv.permute(2, 0, 3, 1, 4)  # [3, B, heads, S, HEAD]
         attended = F.scaled_dot_product_attention(*qkv.unbind())
-        states = self.norm(states + self.out(attended.transpose(1, 2).flatten(2)))
-        return self.last_norm(states + self.down(F.gelu(self.up(states), approximate="tanh")))
+        attended = attended.transpose(1, 2).flatten(2)
+        states = self.norm(states + self.out(attended))
+        wide = F.gelu(self.up(states), approximate="tanh")
+        return self.last_norm(states + self.down(wide))
 
 
 class BareEncoder(nn.Module):
@@ -50,26 +55,27 @@ class BareEncoder(nn.Module):
         self, *, vocab_size: int, hidden: int, embedding: int, layers: int, shares: bool
     ) -> None:
         super().__init__()
-        self.words, self.places = (
-            nn.Embedding(vocab_size, embedding),
-            nn.Embedding(POSITIONS, embedding),
-        )
-        self.norm, self.project = Norm(embedding), nn.Linear(embedding, hidden)
+        self.words = nn.Embedding(vocab_size, embedding)
+        self.places = nn.Embedding(POSITIONS, embedding)
+        self.norm = Norm(embedding)
+        self.project = nn.Linear(embedding, hidden)
         shared = Layer(hidden)
         self.layers = nn.ModuleList([shared if shares else Layer(hidden) for _ in range(layers)])
-        self.back, self.last_norm = nn.Linear(hidden, embedding), Norm(embedding)
+        self.back = nn.Linear(hidden, embedding)
+        self.last_norm = Norm(embedding)
         self.bias = nn.Parameter(torch.zeros(vocab_size))
 
     def forward(self, ids: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
         """Return the mean loss of `labels` [B, P] at `positions` [B, P] of sequences `ids` [B, S]."""
-        states = self.project(self.norm(self.words(ids) + self.places.weight[: ids.size(1)]))
+        embedded = self.words(ids) + self.places.weight[: ids.size(1)]
+        states = self.project(self.norm(embedded))
         for layer in self.layers:
             states = layer(states)
-        states = states.gather(1, positions[..., None].expand(-1, -1, states.size(-1)))
+        chosen = positions[..., None].expand(-1, -1, states.size(-1))
+        states = states.gather(1, chosen)
         states = self.last_norm(F.gelu(self.back(states), approximate="tanh"))
-        return F.cross_entropy(
-            F.linear(states, self.words.weight, self.bias).flatten(0, 1).float(), labels.flatten()
-        )
+        logits = F.linear(states, self.words.weight, self.bias)
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
 def bare_step(

@@ -27,7 +27,8 @@ def clocked(seen: dict[str, Any]) -> None:
     """Note in `seen` what the training loop takes."""
     from train import loop  # imports torch
 
-    train, evaluate = loop.Training.train, loop.evaluate
+    train = loop.Training.train
+    evaluate = loop.evaluate
 
     def trained(training: loop.Training) -> str:
         began_s = cpu_s()

@@ -34,28 +34,27 @@ PROBLEMS = {"multilabel": "multi_label_classification", "regress": "regression"}
 
 def read(data: Path, side: str) -> list[Row]:
     """Return the rows of one split (`side`) that the benchmark has written."""
-    if (path := data / f"{side}.jsonl").exists():
+    path = data / f"{side}.jsonl"
+    if path.exists():
         return [json.loads(line) for line in path.read_text().splitlines()]
-    paragraphs = [
-        each
-        for article in json.loads((data / f"{side}.json").read_text())["data"]
-        for each in article["paragraphs"]
-    ]
-    return [
-        {"context": paragraph["context"], **question}
-        for paragraph in paragraphs
-        for question in paragraph["qas"]
-    ]
+    rows = []
+    for article in json.loads(path.with_suffix(".json").read_text())["data"]:
+        for paragraph in article["paragraphs"]:
+            context = paragraph["context"]
+            rows += [{"context": context, **question} for question in paragraph["qas"]]
+    return rows
 
 
 def labels_of(task: str, rows: list[Row]) -> list[str]:
     """Return the labels, sorted; a placeholder for regression, none for question answering."""
-    if task in ("regress", "qa"):
-        return ["LABEL_0"] if task == "regress" else []
-    several = {"multilabel": "label", "ner": "tags"}.get(task)
-    return sorted(
-        {label for row in rows for label in (row[several] if several else [row["label"]])}
-    )
+    if task == "regress":
+        return ["LABEL_0"]
+    if task == "qa":
+        return []
+    if task == "classify":
+        return sorted({row["label"] for row in rows})
+    key = "tags" if task == "ner" else "label"
+    return sorted({label for row in rows for label in row[key]})
 
 
 def encoded(task: str, row: Row, tokenizer: Any, seq_len: int) -> Any:
@@ -86,29 +85,25 @@ def features(task: str, row: Row, tokenizer: Any, labels: list[str], seq_len: in
     elif task == "regress":
         result["labels"] = float(row["label"])
     elif task == "ner":
-        words = tokens.word_ids()
-        first = [
-            word is not None and word != before
-            for word, before in zip(words, [None, *words], strict=False)
-        ]
-        result["labels"] = [
-            labels.index(row["tags"][word]) if is_first else -100
-            for word, is_first in zip(words, first, strict=True)
-        ]
+        result["labels"] = []
+        before = None
+        for word in tokens.word_ids():
+            is_first = word is not None and word != before
+            label = labels.index(row["tags"][word]) if is_first else -100
+            result["labels"].append(label)
+            before = word
     else:
-        begin = row["answers"][0]["answer_start"]
-        end = begin + len(row["answers"][0]["text"])
-        within = [
-            n
-            for n, (of, span) in enumerate(
-                zip(tokens.sequence_ids(), tokens["offset_mapping"], strict=True)
-            )
-            if of == 1 and begin <= span[0] < end
-        ]
-        result |= {
-            "start_positions": within[0] if within else 0,
-            "end_positions": within[-1] if within else 0,
-        }
+        answer = row["answers"][0]
+        begin = answer["answer_start"]
+        end = begin + len(answer["text"])
+        within = []
+        spans = zip(tokens.sequence_ids(), tokens["offset_mapping"], strict=True)
+        for number, (of, span) in enumerate(spans):
+            if of == 1 and begin <= span[0] < end:
+                within.append(number)
+        within = within or [0]
+        result["start_positions"] = within[0]
+        result["end_positions"] = within[-1]
     return result
 
 
@@ -129,7 +124,9 @@ class Clock(transformers.TrainerCallback):
     """The CPU time of the training loop, and the collator's tokens without padding."""
 
     def __init__(self, collator: Any) -> None:
-        self.collator, self.tokens, self.cpu_s = collator, 0, 0.0
+        self.collator = collator
+        self.tokens = 0
+        self.cpu_s = 0.0
 
     def collate(self, rows: list[Row]) -> Any:
         self.tokens += sum(len(row["input_ids"]) for row in rows)
@@ -215,23 +212,25 @@ def answers(
     """Return the answers of plain transformers in fp32, and their scores (probabilities or a value)."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(export, trust_remote_code=False)
     model = model_of(task, export).eval()
+    least = 0.5
     kept = export / "baretrain_task.json"  # in our exports
-    least = (
-        json.loads(kept.read_text())["settings"].get("threshold", 0.5) if kept.is_file() else 0.5
-    )
-    made = []
+    if kept.is_file():
+        least = json.loads(kept.read_text())["settings"].get("threshold", least)
+    found = []
+    scores = []
     for row in rows:
         tokens = encoded(task, row, tokenizer, seq_len)
         inputs = {name: torch.tensor([tokens[name]]) for name in INPUTS if name in tokens}
         with torch.no_grad():
             output = model(**inputs)
         if task == "qa":
-            made.append(best_span(output, tokens, row["context"]))
+            answer, score = best_span(output, tokens, row["context"])
         else:
-            made.append(
-                answer_of(task, output.logits[0].double(), tokens, row, model.config, least)
-            )
-    return [each for each, _ in made], [score for _, score in made]
+            logits = output.logits[0].double()
+            answer, score = answer_of(task, logits, tokens, row, model.config, least)
+        found.append(answer)
+        scores.append(score)
+    return found, scores
 
 
 def answer_of(
@@ -246,20 +245,24 @@ def answer_of(
         return [names[n] for n, share in enumerate(scores) if share >= limits[n]], scores
     if task == "regress":
         return round(float(logits[0]), 3), [float(logits[0])]
-    first = {
-        word: n for n, word in reversed(list(enumerate(tokens.word_ids()))) if word is not None
-    }
-    return [
-        names[int(logits[first[n]].argmax())] if n in first else "O"
-        for n in range(len(row["tokens"]))
-    ], None
+    tags = ["O"] * len(row["tokens"])
+    words = list(enumerate(tokens.word_ids()))
+    for number, word in reversed(words):  # the first token of a word comes last
+        if word is not None:
+            tags[word] = names[int(logits[number].argmax())]
+    return tags, None
 
 
 def best_span(output: Any, tokens: Any, context: str, most: int = 30) -> tuple[str, float]:
     """Return the text of the span with the largest sum of start and end logits, and that sum."""
-    start, end = output.start_logits[0].numpy(), output.end_logits[0].numpy()
+    start = output.start_logits[0].numpy()
+    end = output.end_logits[0].numpy()
     inside = [n for n, of in enumerate(tokens.sequence_ids()) if of == 1]
-    sums = {(a, b): float(start[a] + end[b]) for a in inside for b in inside if a <= b < a + most}
+    sums = {}
+    for a in inside:
+        for b in inside:
+            if a <= b < a + most:
+                sums[a, b] = float(start[a] + end[b])
     a, b = max(sums, key=sums.__getitem__)
     spans = tokens["offset_mapping"]
     return context[spans[a][0] : spans[b][1]], sums[a, b]
@@ -273,21 +276,23 @@ def words_of(text: str) -> list[str]:
 
 def overlap(ones: list[str], others: list[str]) -> float:
     """Return the F1 of the words of two answers."""
-    both = sum((collections.Counter(ones) & collections.Counter(others)).values())
-    return 2 * both / (len(ones) + len(others)) if both else 0.0
+    both = collections.Counter(ones) & collections.Counter(others)
+    if not both:
+        return 0.0
+    return 2 * both.total() / (len(ones) + len(others))
 
 
 def measured(task: str, rows: list[Row], found: list[Any]) -> Row:
     """Return the metrics of answers, computed by scikit-learn, by seqeval or by this module."""
     if task == "qa":
-        pairs = [
-            (words_of(text), words_of(row["answers"][0]["text"]))
-            for row, text in zip(rows, found, strict=True)
-        ]
-        return {
-            "exact_match": float(np.mean([a == b for a, b in pairs])),
-            "f1": float(np.mean([overlap(a, b) for a, b in pairs])),
-        }
+        exact = []
+        f1 = []
+        for row, text in zip(rows, found, strict=True):
+            ours = words_of(text)
+            theirs = words_of(row["answers"][0]["text"])
+            exact.append(ours == theirs)
+            f1.append(overlap(ours, theirs))
+        return {"exact_match": float(np.mean(exact)), "f1": float(np.mean(f1))}
     if task == "ner":
         from seqeval.metrics import f1_score
 
@@ -299,19 +304,18 @@ def measured(task: str, rows: list[Row], found: list[Any]) -> Row:
         return {"f1_macro": float(f1_score(truth, found, average="macro"))}
     if task == "regress":
         ranks = [np.argsort(np.argsort(values, kind="stable")) for values in (truth, found)]
-        return {"spearman": float(np.corrcoef(ranks[0], ranks[1])[0, 1])}
-    labels = sorted({label for row in truth for label in row})
-    flags = [[[label in row for label in labels] for row in side] for side in (truth, found)]
-    return {
-        "f1_macro": float(
-            f1_score(np.array(flags[0]), np.array(flags[1]), average="macro", zero_division=0)
-        )
-    }
+        return {"spearman": float(np.corrcoef(*ranks)[0, 1])}
+    from sklearn.preprocessing import MultiLabelBinarizer
+
+    flags = MultiLabelBinarizer().fit(truth)
+    f1 = f1_score(flags.transform(truth), flags.transform(found), average="macro", zero_division=0)
+    return {"f1_macro": float(f1)}
 
 
 def predicted(task: str, data: Path, run: Path) -> tuple[list[Any], list[Any]]:
     """Return the answers and scores of `baretrain predict` for the validation rows, in the form of `answers`."""
-    path, output = next(data.glob("validation.*")), run / "predicted.jsonl"
+    path = next(data.glob("validation.*"))
+    output = run / "predicted.jsonl"
     harness.run(
         sys.executable,
         "-m",
@@ -323,13 +327,17 @@ def predicted(task: str, data: Path, run: Path) -> tuple[list[Any], list[Any]]:
         str(output),
     )
     rows = [json.loads(line) for line in output.read_text().splitlines()]
-    found = [row["answer" if task == "qa" else "prediction"] for row in rows]
+    key = "answer" if task == "qa" else "prediction"
+    found = [row[key] for row in rows]
     if task == "regress":
         return [round(value, 3) for value in found], [[value] for value in found]
     if task in ("qa", "ner"):
         return found, []
-    names = sorted(rows[0]["probabilities"])
-    return found, [[row["probabilities"][name] for name in names] for row in rows]
+    scores = []
+    for row in rows:
+        by_name = sorted(row["probabilities"].items())
+        scores.append([value for _, value in by_name])
+    return found, scores
 
 
 def score(task: str, data: Path, folder: Path, *, predicts: bool) -> Row:

@@ -84,7 +84,8 @@ def limit(corpus: Corpus) -> Iterator[Tensor]:
     for epoch in itertools.count():
         order = np.random.default_rng([0, epoch]).permutation(corpus.rows)
         for start in range(0, corpus.rows - corpus.batch + 1, corpus.batch):
-            yield torch.from_numpy(flat[order[start : start + corpus.batch]].astype(np.int64))
+            rows = flat[order[start : start + corpus.batch]]
+            yield torch.from_numpy(rows.astype(np.int64))
 
 
 # ---- ours ----------------------------------------------------------------------------------------------------------
@@ -98,8 +99,9 @@ class Gathered:
 
     def draw(self, items: np.ndarray) -> dict[str, Any]:
         (tokens,) = self.shards.gather(items.ravel() % len(self.shards), ("tokens",))
-        inputs = {"input_ids": torch.from_numpy(tokens.reshape(*items.shape, -1))}
-        return {"inputs": inputs, "count": [0] * len(items), "tokens": [0] * len(items)}
+        ids = torch.from_numpy(tokens.reshape(*items.shape, -1))
+        none = [0] * len(items)
+        return {"inputs": {"input_ids": ids}, "count": none, "tokens": none}
 
 
 def ours(corpus: Corpus, *, masked: bool = False) -> Iterator[Tensor]:
@@ -127,7 +129,8 @@ def ours(corpus: Corpus, *, masked: bool = False) -> Iterator[Tensor]:
     sampler = ShardSampler(
         shard_rows, seed=0, global_batch_size=corpus.batch, rank=0, world_size=1
     )
-    order, size = sampler.micro_batches(corpus.batch), corpus.batch
+    order = sampler.micro_batches(corpus.batch)
+    size = corpus.batch
     batches = Batches(rows, order, batch_size=size, num_workers=0, prefetch=4, pin_memory=False)
     return (batch["inputs"]["input_ids"].long() for batch in batches)
 
@@ -189,7 +192,8 @@ def measure(name: str, corpus: Corpus, seconds: float) -> Result:
     """Measure the loader and the limit alternately, so that other load on the machine affects both."""
     build = READERS[name].build
     batch = next(iter(build(corpus)))  # libraries import more at their first use
-    seen, wanted = (batch.dtype, tuple(batch.shape)), (torch.int64, (corpus.batch, corpus.seq_len))
+    seen = (batch.dtype, tuple(batch.shape))
+    wanted = (torch.int64, (corpus.batch, corpus.seq_len))
     if seen != wanted:
         raise RuntimeError(f"a batch is {seen} instead of {wanted}")
     start = time.perf_counter()
@@ -197,7 +201,8 @@ def measure(name: str, corpus: Corpus, seconds: float) -> Result:
     next(batches)
     first_batch_s = time.perf_counter() - start
     base = limit(corpus)
-    limits, speeds = [speed(base, seconds / TURNS)], []
+    limits = [speed(base, seconds / TURNS)]
+    speeds = []
     for _ in range(TURNS):
         speeds.append(speed(batches, seconds / TURNS))
         limits.append(speed(base, seconds / TURNS))
@@ -211,7 +216,8 @@ def measure(name: str, corpus: Corpus, seconds: float) -> Result:
 def speed(batches: Iterator[Tensor], seconds: float) -> float:
     """Read for `seconds`, and return the tokens per second."""
     next(batches)  # warms the processor's caches up again
-    tokens, start = 0, time.perf_counter()
+    tokens = 0
+    start = time.perf_counter()
     for number, batch in enumerate(batches, start=1):
         tokens += batch.numel()
         if number % CLOCK_EVERY == 0 and time.perf_counter() - start > seconds:
@@ -222,7 +228,8 @@ def speed(batches: Iterator[Tensor], seconds: float) -> float:
 def main() -> None:
     kind, name, folder, shard_rows, seconds = sys.argv[1:]
     torch.set_num_threads(1)
-    corpus, result = Corpus(Path(folder), int(shard_rows)), {}
+    corpus = Corpus(Path(folder), int(shard_rows))
+    result = {}
     if kind == "write":
         WRITERS[name](corpus)
     else:

@@ -104,6 +104,14 @@ class Api:
         with explained(f"{region}, {waiter}", cures=CURES):
             self.client(region, service).get_waiter(waiter).wait(**parameters)
 
+    def parameter(self, region: str, name: str) -> str | None:
+        """Return the value of an SSM parameter; None if there is none."""
+        answer = self.ask(region, "get_parameters", service="ssm", Names=[name])
+        found = answer["Parameters"]
+        if found:
+            return str(found[0]["Value"])
+        return None
+
     def instance_type(self, region: str, name: str) -> dict[str, Any]:
         """Return EC2's description of an instance type. Raises InputError if the region does not have it."""
         answer = self.ask(region, "describe_instance_types", InstanceTypes=[name])

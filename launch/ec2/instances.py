@@ -104,8 +104,8 @@ def regions_of(record: Record, more: Iterable[str | None] = ()) -> list[str]:
     regions = list(more)
     for submission in submissions(record):
         resolved = table(submission.handle, "resolved")
-        sites = value(list[dict[str, Any]], resolved, "sites", [])
-        regions += [text(site, "region") for site in sites]
+        for site in value(list[dict[str, Any]], resolved, "sites", []):
+            regions.append(text(site, "region"))
     return list(dict.fromkeys(filter(None, regions)))
 
 

@@ -106,7 +106,9 @@ def settle(record: Record, decision: Decision) -> bool:
 
 def act(options: argparse.Namespace, s3: S3Config) -> int:
     run = Record(options.run, s3, options.job_sha256)
-    machine = Machine(run, retry(run.job), retry(identity), options.request, options.state)
+    job = retry(run.job)
+    own = retry(identity)
+    machine = Machine(run, job, own, options.request, options.state)
     return machine.run(time.monotonic() + options.max_run_s)
 
 

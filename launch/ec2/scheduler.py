@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import asdict
 
 from launch import spec
-from launch.config import INSTANCE_TYPE, LaunchConfig
+from launch.config import LaunchConfig
 from launch.ec2.account import OWN_IMAGE, Resolved, resolve
 from launch.ec2.api import Api
 from launch.ec2.config import Ec2Config
@@ -26,6 +25,7 @@ from launch.values import shown_duration, text
 from train.config import Failure, check
 from train.config.backend import CUDA
 from train.machine.console import say
+from train.machine.host import is_ec2_type
 from train.machine.processes import is_gone, owner_name
 from train.run.command import INTERRUPTED
 from train.storage import schema
@@ -38,11 +38,15 @@ class Scheduler(spec.Scheduler):
 
     def preview(self, job: Job, record: Record, cfg: LaunchConfig, hours: float | None) -> str:
         cluster = cluster_of(job, Ec2Config)
-        lines = [*cost_lines(cluster, cfg, hours), f"undo: {undo(record)}"]
         image = cluster.image or OWN_IMAGE.format(cfg.instance.device or CUDA)
         subnets = ", ".join(cluster.subnets) or "those of the default VPC"
-        where = f"image {image}; subnets {subnets}; {cluster.market}"
-        return "\n".join([where, *lines, "EC2 was not asked"])
+        lines = [
+            f"image {image}; subnets {subnets}; {cluster.market}",
+            *cost_lines(cluster, cfg, hours),
+            f"undo: {undo(record)}",
+            "EC2 was not asked",
+        ]
+        return "\n".join(lines)
 
     def submit(self, job: Job, record: Record) -> Handle:
         """Resolve the settings. The machines are made later, by `attend`."""
@@ -111,7 +115,7 @@ def check_job(job: Job, record: Record) -> None:
         f"run_dir={record.run_dir} must be in S3 (s3://bucket/runs/mine): machines have no other shared storage",
     )
     check(
-        re.fullmatch(INSTANCE_TYPE, job.instance) is not None,
+        is_ec2_type(job.instance),
         f"instance={job.instance} is not an EC2 instance type: name one, such as instance=trn1.32xlarge",
     )
     check(

@@ -36,7 +36,8 @@ class Scheduler(spec.Scheduler):
 
     def submit(self, job: Job, record: Record) -> Handle:
         slurm = Slurm()
-        asked, started = options(job, record), script(job, record)
+        asked = options(job, record)
+        started = script(job, record)
         there = slurm.job_ids(job_name(job.run_dir))
         if there:  # Slurm's answer to an earlier submission was lost
             raise InputError(

@@ -153,7 +153,8 @@ def promoted():
 
 
 def test_promote_shows_the_change_makes_it_and_goes_back(aws, says):
-    old, new = add_image("old"), add_image("new")
+    old = add_image("old")
+    new = add_image("new")
     out = says(f"promote {new}")
     assert f"{PARAMETER} in {REGION}: none -> {new}" in out and "nothing was changed" in out
     assert promoted() == []
@@ -164,7 +165,8 @@ def test_promote_shows_the_change_makes_it_and_goes_back(aws, says):
 
 
 def test_only_a_finished_image_of_ours_is_promoted(aws, says):
-    half, pending = add_image("half", kind=""), add_image("pending")
+    half = add_image("half", kind="")
+    pending = add_image("pending")
     get_backend("ec2")[ACCOUNT][REGION].amis[pending].state = "pending"
     assert "has not built it" in says(f"promote {half} --yes", 2)
     assert "is pending" in says(f"promote {pending} --yes", 2)

@@ -39,7 +39,8 @@ def build(monkeypatch, tmp_path):
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
         return write_files(folder, cfg, BASE, read_versions(), "none")
 
-    act.public, act.of_neuron = public, of_neuron
+    act.public = public
+    act.of_neuron = of_neuron
     return act
 
 
@@ -47,7 +48,8 @@ def test_every_package_has_a_hash_and_comes_from_its_own_index_alone(build, monk
     """Each index offers the same names and versions as the other, which pip would take with --extra-index-url."""
     monkeypatch.setenv("PIP_EXTRA_INDEX_URL", build.of_neuron.as_uri())
     for cfg in (CUDA, NEURON):
-        uploaded, table = build(cfg), read_versions()
+        uploaded = build(cfg)
+        table = read_versions()
         public, of_neuron = (
             (uploaded / name).read_text() for name in (packages.PUBLIC, packages.OF_NEURON)
         )
@@ -84,20 +86,19 @@ def test_what_cannot_be_resolved_is_one_line_and_no_other_index_is_asked(build):
 
 def test_an_image_rejects_a_package_of_another_hash(build, tmp_path):
     """The script of the image, in folders of the test."""
-    uploaded, home = build(NEURON), tmp_path / "opt"
+    uploaded = build(NEURON)
+    home = tmp_path / "opt"
     (home / "dist").mkdir(parents=True)
     for file in (*uploaded.glob("*.txt"), *uploaded.glob("*.whl")):
         file.rename(home / "dist" / file.name)
-    own = {"NEURON_INDEX": build.of_neuron.as_uri()}
-    (uploaded / "image.env").write_text(
-        shell_values({**image_values(NEURON, BASE, read_versions(), "none"), **own})
-    )
+    values = image_values(NEURON, BASE, read_versions(), "none")
+    values["NEURON_INDEX"] = build.of_neuron.as_uri()
+    (uploaded / "image.env").write_text(shell_values(values))
     for name in ("provision/baretrain.sh", "provision/functions.sh"):
         text = (ROOT / "ami" / name).read_text().replace("/opt/baretrain", str(home))
         text = text.replace("/etc/profile.d", str(tmp_path))
-        (uploaded / name.rpartition("/")[2]).write_text(
-            text.replace("/etc/baretrain", str(uploaded))
-        )
+        text = text.replace("/etc/baretrain", str(uploaded))
+        (uploaded / Path(name).name).write_text(text)
 
     def provision():
         environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -105,7 +106,8 @@ def test_an_image_rejects_a_package_of_another_hash(build, tmp_path):
         done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
         return done.returncode, done.stderr
 
-    ours, boto3 = next((home / "dist").glob("*.whl")), next((build.public / "boto3").glob("*.whl"))
+    ours = next((home / "dist").glob("*.whl"))
+    boto3 = next((build.public / "boto3").glob("*.whl"))
     compiler = next((build.of_neuron / "neuronx-cc").glob("*.whl"))
     for path in (compiler, boto3, ours):  # in this order they are installed
         whole = path.read_bytes()
@@ -118,6 +120,5 @@ def test_an_image_rejects_a_package_of_another_hash(build, tmp_path):
     assert provision() == (0, "")
     (site,) = (home / "venv/lib").glob("python3*/site-packages")
     installed = {path.stem: path.read_text() for path in site.glob("of_*.py")}
-    assert set(installed) >= {"of_boto3", "of_neuronx_cc", "of_baretrain"} and not any(
-        installed.values()
-    )
+    assert set(installed) >= {"of_boto3", "of_neuronx_cc", "of_baretrain"}
+    assert not any(installed.values())

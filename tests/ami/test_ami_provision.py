@@ -236,8 +236,10 @@ echo run >> /opt/amazon/runs
 
 
 def test_an_efa_installer_is_run_once_and_only_if_it_is_signed(tooled, signer, tmp_path):
-    root, version = tooled, read_versions()["efa-installer"]
-    offered, runs = root / "srv/efa", root / "opt/amazon/runs"
+    root = tooled
+    version = read_versions()["efa-installer"]
+    offered = root / "srv/efa"
+    runs = root / "opt/amazon/runs"
     offered.mkdir()
     (tmp_path / "aws-efa-installer").mkdir()
     script(tmp_path / "aws-efa-installer/efa_installer.sh", INSTALLER.format(version=version))

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from rejections import rejects
-from running import lines, outcome, train_here
+from running import contents, lines, outcome, train_here
 from saved_steps import copy_step, flip, step_folder, store_of
 
 from train.checkpoints import store as stores
@@ -188,7 +188,7 @@ def test_the_newest_and_the_best_are_kept(run_dir):
 def test_a_folder_of_another_run_is_rejected_and_left_alone(
     run_dir, prepared, shards, override, says
 ):
-    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    before = contents(run_dir)
     rejects(
         rf"to another run \({says}",
         train_here,
@@ -196,7 +196,7 @@ def test_a_folder_of_another_run_is_rejected_and_left_alone(
         prepared,
         override.replace("another", str(shards)),
     )
-    assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
+    assert contents(run_dir) == before
 
 
 def test_a_change_of_the_run_has_to_be_forced_and_continues_at_the_same_sequence(

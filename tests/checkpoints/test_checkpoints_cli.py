@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from running import lines
+from running import contents, lines
 from saved_steps import copy_step, flip, set_manifest, step_folder, store_of
 from transformers import AutoModelForMaskedLM
 
@@ -34,10 +34,6 @@ def set_best(run_dir, step, best_step):
     )
 
 
-def content(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 # ---- list ----------------------------------------------------------------------------------------------------------
 
 
@@ -49,7 +45,7 @@ def test_list_shows_what_the_manifests_say_damage_and_what_is_in_quarantine(run_
     name = store_of(run_dir).quarantine(5, "damaged")
     (step_folder(run_dir, 6) / "model.pt").write_bytes(b"short")
     flip(step_folder(run_dir, 4) / "model.pt")  # only reading back shows it
-    before = content(run_dir)
+    before = contents(run_dir)
     output = called(capsys, run_dir, "list")[1]
     assert called(capsys, run_dir) == (0, output)
     _, third, fourth, sixth, aside = output.out.splitlines()
@@ -57,7 +53,7 @@ def test_list_shows_what_the_manifests_say_damage_and_what_is_in_quarantine(run_
     assert re.split(r"\s{2,}", third.strip()) == row and fourth.endswith("unverified  (newest)")
     assert re.search(r"^6 .* damaged: model.pt has 5 bytes, the manifest says \d+$", sixth)
     assert aside == f"in quarantine: {name}"
-    assert content(run_dir) == before
+    assert contents(run_dir) == before
 
 
 # ---- verify --------------------------------------------------------------------------------------------------------
@@ -72,14 +68,14 @@ def test_verify_names_the_damaged_file_and_what_the_next_start_does(run_dir, cap
     assert code == 0 and "  valid, " in third and "  valid, " in sixth
     assert start == "the next start resumes from step 6"
     flip(step_folder(run_dir, 6) / "optimizer.pt")
-    before = content(run_dir)
+    before = contents(run_dir)
     code, (third, sixth, start) = verified()
     assert code == 1 and start.endswith("resumes from step 3")
     assert re.fullmatch(
         "step_00000006  damaged: optimizer.pt has sha256 .*, the manifest says .*", sixth
     )
     assert verified("--step", 3)[0] == 0 and verified("--step", 6)[0] == 1
-    assert content(run_dir) == before  # a start would put it in quarantine, looking does not
+    assert contents(run_dir) == before  # a start would put it in quarantine, looking does not
     flip(step_folder(run_dir, 3) / "ranks.pt")
     code, (*_, start) = verified()
     assert code == 1 and start.startswith("the next start fails")
@@ -97,10 +93,10 @@ def test_verify_names_the_damaged_file_and_what_the_next_start_does(run_dir, cap
 def test_the_best_step_is_exported_as_the_end_of_the_run_would(run_dir, tmp_path, capsys):
     copy_step(run_dir, 3, 8, metric=None)
     set_best(run_dir, 8, 6)
-    before = content(run_dir)
+    before = contents(run_dir)
     code, output = called(capsys, run_dir, "export", tmp_path / "out")
     assert code == 0 and "step 6, the best (validation loss" in output.out
-    assert content(run_dir) == before
+    assert contents(run_dir) == before
     own = {"README.md", MARK}  # the run's card, and how far it had come
     names = sorted(path.name for path in (run_dir / "export").iterdir() if path.name not in own)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names

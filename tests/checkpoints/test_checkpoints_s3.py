@@ -19,7 +19,7 @@ from train.checkpoints.store_s3 import S3Store
 from train.config import InputError
 from train.run_folder.ownership import LeaseLost, Ownership, lease_name
 from train.storage import s3
-from train.storage.folders import open_folder, sha256_bytes
+from train.storage.folders import sha256_bytes
 
 pytestmark = pytest.mark.usefixtures("pauses")
 NAMES = ("model.pt", "optimizer.pt", "ranks.pt")
@@ -33,7 +33,7 @@ def store(bucket, tmp_path):
 
 
 def store_of(bucket, tmp_path, prefix="run"):
-    return S3Store(open_folder(bucket.location(prefix), bucket.config()), tmp_path / "staging")
+    return S3Store(bucket.folder(prefix), tmp_path / "staging")
 
 
 def content_of(step, name):
@@ -41,7 +41,8 @@ def content_of(step, name):
 
 
 def save(store, step, *, fence=1, metric=None, model=b""):
-    scratch, files = store.begin(step, 0), {}
+    scratch = store.begin(step, 0)
+    files = {}
     for name in NAMES:
         content = model if name == "model.pt" and model else content_of(step, name)
         (scratch / name).write_bytes(content)
@@ -108,8 +109,7 @@ def test_a_save_stopped_before_any_of_its_requests_leaves_the_checkpoint_before_
 def test_a_disturbed_save_is_committed_once(bucket, tmp_path, do):
     """The answer to the manifest's creation is lost too: what is there then is not taken for another job's."""
     # 1 s for an attempt
-    folder = open_folder(bucket.location("run"), bucket.config(timeout_s=6.0))
-    store = S3Store(folder, tmp_path / "staging")
+    store = S3Store(bucket.folder(timeout_s=6.0), tmp_path / "staging")
     bucket.proxy.set(Fault(do, match="^PUT .*manifest.json", times=1 if do == "delay" else 2))
     save(store, 6)
     assert do in [seen.fault for seen in bucket.proxy.requests()]

@@ -24,7 +24,8 @@ HEADS = {"classify": AutoModelForSequenceClassification, "qa": AutoModelForQuest
 @pytest.fixture(scope="module", params=["classify", "qa"])
 def finetuned(request, prepared, tmp_path_factory):
     """Kind and run folder of a fine-tuning whose data and cache are gone."""
-    folder, kind = tmp_path_factory.mktemp(request.param), request.param
+    folder = tmp_path_factory.mktemp(request.param)
+    kind = request.param
     data = folder / "data"
     data.mkdir()
     if kind == "classify":

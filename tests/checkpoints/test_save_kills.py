@@ -38,9 +38,13 @@ class Stages:
     """What the thread that saves does to files, one stage each. `kills` gets what a kill before a stage leaves."""
 
     def __init__(self, folder, kills, monkeypatch):
-        self.folder, self.kills, self.seen, self.copies = folder, kills, [], []
+        self.folder = folder
+        self.kills = kills
+        self.seen = []
+        self.copies = []
         self.is_off = False
-        fsync, open_file = os.fsync, Path.open
+        fsync = os.fsync
+        open_file = Path.open
 
         def sync(handle):
             fsync(handle)
@@ -136,7 +140,8 @@ def whole_steps(folder):
 def report(tmp_path_factory):
     """The stages of a first save and of one that also removes a step, and what kills of that leave."""
     path = tmp_path_factory.mktemp("kills")
-    folder, seen = path / "checkpoints", []
+    folder = path / "checkpoints"
+    seen = []
     for step in (OLDER, LAST, NEXT):
         with pytest.MonkeyPatch.context() as monkeypatch:
             stages = Stages(folder, path / str(step), monkeypatch)
@@ -166,7 +171,9 @@ def test_wherever_a_save_is_killed_the_last_checkpoint_or_its_own_is_whole(repor
     assert len(report.kills) > 20
     for number, folder in report.kills:
         steps = [OLDER] * (number <= removal) + [LAST] + [NEXT] * (number > commit)
-        stage, store, trained = stages[number : number + 1], LocalStore(folder), state(-1)
+        stage = stages[number : number + 1]
+        store = LocalStore(folder)
+        trained = state(-1)
         assert whole_steps(folder) == steps, stage
         store.collect_garbage(ended_below=9)
         assert left(store) == [], stage
@@ -204,7 +211,8 @@ class Disk:
 
 def at_risk(disk, event, path, detail):
     """At a stage that relies on something: what for, and which part of it a power cut could take."""
-    is_new, moves = event == "open" and detail & os.O_CREAT, event == "os.rename"
+    is_new = event == "open" and detail & os.O_CREAT
+    moves = event == "os.rename"
     if is_new and path.name.startswith(".manifest"):  # it says what the files are
         return "manifest", disk.below(path.parent) - {path.parent}
     if moves and step_of(Path(detail).name) is not None:

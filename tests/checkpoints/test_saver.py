@@ -33,7 +33,8 @@ class HeldStore(LocalStore):
 
     def __init__(self, path):
         super().__init__(path)
-        self.reached, self.opened = threading.Event(), threading.Event()
+        self.reached = threading.Event()
+        self.opened = threading.Event()
 
     def begin(self, step, num_bytes):
         self.reached.set()
@@ -102,7 +103,9 @@ def left(store):
 
 
 def test_what_is_saved_is_of_the_moment_of_the_call_while_training_goes_on(tmp_path):
-    store, trained, progress = HeldStore(tmp_path), built(), Progress(step=3, window={"steps": 2})
+    store = HeldStore(tmp_path)
+    trained = built()
+    progress = Progress(step=3, window={"steps": 2})
     saver = saver_of(store)
     wanted = [tensor.detach().clone() for tensor in tensors(*trained)]
     torch.manual_seed(7)
@@ -113,7 +116,8 @@ def test_what_is_saved_is_of_the_moment_of_the_call_while_training_goes_on(tmp_p
     assert store.steps() == [] and saver.take() == [] and saver.newest is None
     for _ in range(3):
         step(*trained)
-    progress.step, progress.window["steps"] = 99, 99
+    progress.step = 99
+    progress.window["steps"] = 99
     store.opened.set()
     saver.close(waits=True)
     (result,) = saver.take()
@@ -134,7 +138,8 @@ def test_what_is_saved_is_of_the_moment_of_the_call_while_training_goes_on(tmp_p
 
 def test_a_save_that_comes_too_early_is_left_out_and_reported(tmp_path, monkeypatch):
     """It is no failure, before more work is at risk than may be lost."""
-    store, trained = HeldStore(tmp_path), built()
+    store = HeldStore(tmp_path)
+    trained = built()
     saver = saver_of(store, max_wait_s=0.01)
     wanted = trained[0][0].weight.detach().cpu().clone()
     save(saver, 3, trained)
@@ -160,7 +165,8 @@ def test_a_save_that_comes_too_early_is_left_out_and_reported(tmp_path, monkeypa
 
 
 def test_the_last_save_waits_as_long_as_it_takes_with_a_heartbeat(tmp_path):
-    store, trained = HeldStore(tmp_path), built()
+    store = HeldStore(tmp_path)
+    trained = built()
     saver = saver_of(store, max_wait_s=0.0)
     save(saver, 3, trained)
     # without one it would wait for ever
@@ -182,7 +188,8 @@ def test_tied_weights_are_stored_once_and_load_tied(tmp_path, prepared, options)
     optimizers = [build_optimizer(OptimConfig(), model.parameters()) for model in models]
     tied = tied_names(models[0])
     assert len(tied) == 2  # the pieces' embedding and the decoder, their bias and the decoder's
-    saver, store = saver_of(LocalStore(tmp_path)), LocalStore(tmp_path)
+    saver = saver_of(LocalStore(tmp_path))
+    store = LocalStore(tmp_path)
     assert saved(saver, 3, (models[0], optimizers[0])) is None
     assert len(saver.staging.buffers) == len(tensors(models[0], optimizers[0]))
     stored = torch.load(tmp_path / "step_00000003/model.pt", weights_only=True)
@@ -219,7 +226,8 @@ class Rejecting(LocalStore):
 
 @pytest.mark.parametrize("rejected", ["model.pt", "optimizer.pt", "ranks.pt", "commit"])
 def test_a_save_that_fails_leaves_the_checkpoint_before_it_and_nothing_else(tmp_path, rejected):
-    store, trained = Rejecting(tmp_path), built()
+    store = Rejecting(tmp_path)
+    trained = built()
     saver = saver_of(store)
     assert saved(saver, 3, trained) is None
     store.rejected = rejected
@@ -231,8 +239,10 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_it_and_nothing_else(tmp_
 
 
 def test_several_failures_in_a_row_end_the_run_after_a_while_and_a_success_forgives_them(tmp_path):
-    store, trained = Rejecting(tmp_path), built()
-    saver, seen = saver_of(store), []
+    store = Rejecting(tmp_path)
+    trained = built()
+    saver = saver_of(store)
+    seen = []
     for number, rejected in enumerate(["model.pt", "", "commit", "model.pt", "model.pt"], start=1):
         store.rejected = rejected
         saved(saver, number, trained)
@@ -252,7 +262,8 @@ def test_several_failures_in_a_row_end_the_run_after_a_while_and_a_success_forgi
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("name", ["weights.1.bias", "moments.state.0.exp_avg"])
 def test_a_state_that_is_no_longer_finite_is_not_saved(tmp_path, name, value):
-    store, (model, optimizer) = LocalStore(tmp_path), built()
+    store = LocalStore(tmp_path)
+    (model, optimizer) = built()
     saver = saver_of(store)
     assert saved(saver, 3, (model, optimizer)) is None
     broken = (
@@ -275,11 +286,10 @@ def test_a_state_that_is_no_longer_finite_is_not_saved(tmp_path, name, value):
 @pytest.mark.parametrize("step", [5, 6])
 def test_a_run_has_failed_if_its_last_save_has(toy, monkeypatch, step):
     """Not if the one before has, even if that is known only when the last one begins. The same command continues."""
-    last_begins, options = (
-        threading.Event(),
-        {"eval_every": None, "checkpoint": {"every": 1, "keep": 0}},
-    )
-    wait, begin = AsyncSaver.wait, LocalStore.begin
+    last_begins = threading.Event()
+    options = {"eval_every": None, "checkpoint": {"every": 1, "keep": 0}}
+    wait = AsyncSaver.wait
+    begin = LocalStore.begin
 
     def waiting(self, *options):
         last_begins.set()
@@ -323,7 +333,8 @@ def test_a_job_that_lost_the_run_folder_does_not_commit(tmp_path):
         if lost:
             raise LeaseLost("another job owns it now")
 
-    store, trained = LocalStore(tmp_path), built()
+    store = LocalStore(tmp_path)
+    trained = built()
     saver = saver_of(store, check_owner=check_owner)
     assert saved(saver, 3, trained) is None
     lost.append(True)

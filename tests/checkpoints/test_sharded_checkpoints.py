@@ -27,7 +27,6 @@ from train.parallel.ddp import DDP
 from train.parallel.engines import Engine
 from train.parallel.pieces import piece
 from train.run_folder.metrics_files import rows
-from train.storage.folders import open_folder
 from train.storage.schema import FileName
 
 SPLIT = ["model.architecture=bert", "model.embedding_size=null", "parallel=fsdp"]
@@ -40,17 +39,18 @@ def test_in_s3_every_rank_uploads_its_part_and_a_save_that_lacks_one_is_none(
     bucket.proxy.set(
         Fault("status", match="^PUT .*/model_00001.pt", times=1, code=403, error="AccessDenied")
     )
-    location, cache = bucket.location("run"), f"data.cache_dir={tmp_path / 'cache'}"
+    location = bucket.location("run")
+    cache = f"data.cache_dir={tmp_path / 'cache'}"
     arguments = train_overrides(
         location, prepared, *SPLIT, "micro_batch_size=4", cache, *bucket.overrides()
     )
     done = run(arguments, ranks=2)
     assert done.returncode == 0, done.stderr
-    told = map(json.loads, rows(open_folder(location, bucket.config())))
+    told = map(json.loads, rows(bucket.folder()))
     (fault,) = [line["reason"] for line in told if line["kind"] == "fault"]
     assert fault.startswith("checkpoint of step 3: InputError: s3://")
     assert "model_00001.pt" in fault and "whole in" not in fault
-    store = S3Store(open_folder(location, bucket.config()), tmp_path / "staging")
+    store = S3Store(bucket.folder(), tmp_path / "staging")
     assert store.steps() == [6]
     third, sixth = (bucket.keys(f"run/checkpoints/step_{step:08d}/") for step in (3, 6))
     assert third == []
@@ -95,10 +95,8 @@ FAULTS = {1: "", 2: "model_00001.pt", 3: "model.pt", 4: "begin", 5: "NaN", 6: ""
 
 def main(folder):
     """One of two ranks: save at each step, with the fault of that step; rank 0 writes down what failed."""
-    backend, store = (
-        DDP(BackendConfig(device="cpu", precision="fp32")),
-        Failing(Path(folder) / "checkpoints"),
-    )
+    backend = DDP(BackendConfig(device="cpu", precision="fp32"))
+    store = Failing(Path(folder) / "checkpoints")
     model = nn.Linear(2, 2, bias=False)
     run_folder = SimpleNamespace(
         ownership=SimpleNamespace(check=lambda: None), mirror=lambda: None
@@ -180,7 +178,9 @@ def rejected(folder, contents, read):
             piece(ROWS[2:], 2, 3),
             "model_00001.pt: 'w' has rows from 2, but the previous rows end at 1",
         ),
+        (piece(ROWS, 0, 3), "'w' has rows from 0, but the previous rows end at 1"),
         (piece(torch.cat([ROWS, ROWS]), 1, 3), "'w' ends at row 7 of 3"),
+        (piece(ROWS[1:2], 1, 3), "'w' ends at row 2 of 3"),
         (
             piece(ROWS[1:], 1, 4),
             "model_00001.pt: 'w' differs in shape or dtype",

@@ -9,7 +9,6 @@ from test_saver import built, save, saved, saver_of
 from train.checkpoints import saver as saver_module
 from train.checkpoints.store_s3 import S3Store
 from train.run_folder.ownership import lease_name
-from train.storage.folders import open_folder
 
 
 @pytest.fixture(autouse=True)
@@ -19,13 +18,14 @@ def short_pauses(monkeypatch, pauses):
 
 @pytest.fixture
 def store(bucket, tmp_path):
-    return S3Store(open_folder(bucket.location("run"), bucket.config()), tmp_path / "staging")
+    return S3Store(bucket.folder(), tmp_path / "staging")
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "optimizer.pt"])
 def test_the_next_save_removes_from_s3_what_one_that_failed_has_left(bucket, store, name):
     """The files of an earlier owner, which may not have ended, stay."""
-    saver, trained = saver_of(store), built()
+    saver = saver_of(store)
+    trained = built()
     earlier = "run/checkpoints/step_00000001/00000000-01234567/model.pt"
     bucket.put(earlier, b"of a save that may be under way")
     bucket.proxy.set(Fault("status", match=f"^PUT .*/{name}", code=403, error="AccessDenied"))
@@ -56,7 +56,9 @@ def test_the_last_save_is_tried_again_while_there_is_time(bucket, store, caplog)
 
 def test_a_superseded_owner_takes_back_what_it_has_sent(bucket, store, monkeypatch):
     """Nobody else may come after the next owner's end to remove it."""
-    saver, trained, upload = saver_of(store), built(), store.folder.upload
+    saver = saver_of(store)
+    trained = built()
+    upload = store.folder.upload
 
     def upload_slowly(name, path):
         upload(name, path)

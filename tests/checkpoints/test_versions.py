@@ -36,7 +36,8 @@ def unknown(content: str) -> str:
 
 
 MANIFEST = "run/checkpoints/step_00000006/manifest.json"
-SEALED, ID = partial(future, key="sha256"), partial(future, key="id")
+SEALED = partial(future, key="sha256")
+ID = partial(future, key="id")
 CASES: list[tuple[str, Callable[[str], str], Callable[[list[str]], int], list[str], int, str]] = [
     (MANIFEST, SEALED, checkpoints, ["run", "verify"], FAILED, "format 99"),
     ("data/manifest.json", ID, shards.main, ["ls", "data"], REJECTED, "format 99"),

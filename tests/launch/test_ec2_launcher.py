@@ -73,7 +73,8 @@ def test_an_error_ends_the_launch_and_stands_in_the_record(
 
 
 def test_a_call_whose_answer_is_lost_is_sent_again_and_makes_nothing_twice(ec2, begin):
-    run, lost = begin(), []
+    run = begin()
+    lost = []
     run.happens = lambda _: done(run) if len(ec2.requests) > 1 else None
 
     def lose(**_) -> None:

@@ -42,6 +42,10 @@ def ec2(machines: Machines, bucket: Bucket, tmp_path: Path) -> Iterator[Ec2Machi
         yield made
 
 
+METADATA = {  # of the machines
+    "AWS_EC2_METADATA_DISABLED": "false",
+    "AWS_EC2_METADATA_SERVICE_ENDPOINT": "http://169.254.169.254",
+}
 HELD_BEFORE = (30, 50)  # steps, each of an attempt that is interrupted there
 
 
@@ -59,7 +63,7 @@ class Cloud(Trial):
     lost: int = -1  # namespace of a machine that was lost
     stack: ExitStack = field(default_factory=ExitStack)
 
-    def user_data(self, **named: Any) -> bytes:
+    def user_data(self, *_: Any, **named: Any) -> bytes:
         return user_data(self.job, self.inner, **{"request": 1, "max_run_s": 3600, **named})
 
     def pause(self, seconds: float) -> None:
@@ -126,10 +130,7 @@ def cloud(ec2, bucket, prepared, hold, monkeypatch) -> Iterator[Any]:
         monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "false")  # the machines read notices
         # these machines see this one's disk
         monkeypatch.setattr("launch.plan.check_reachable", lambda _: None)
-        s3 = {
-            "endpoint": f"http://{address}",
-            "region": bucket.config().region,
-        }
+        s3 = {"endpoint": f"http://{address}", "region": bucket.config().region}
         of_run = ["lease.ttl_s=2", f"s3.endpoint={s3['endpoint']}", *bucket.overrides()[1:]]
         of_run = settings_of_run(bucket.location("runs/mine"), prepared, *of_run)
 
@@ -138,29 +139,14 @@ def cloud(ec2, bucket, prepared, hold, monkeypatch) -> Iterator[Any]:
         ) -> Cloud:
             _, job = plan(with_own(*cluster), of_run)
             own = [each for each in job.overrides if not each.startswith("instance")]
-            held = {
-                HELD: str(hold.folder),
-                "AWS_EC2_METADATA_DISABLED": "false",
-                "AWS_EC2_METADATA_SERVICE_ENDPOINT": "http://169.254.169.254",
-            }
-            job = replace(
-                job,
-                code=packed,
-                python=python,
-                overrides=own,
-                environment=held,
-                s3=s3,
-                processes_per_node=1,
-            )
-            record, inner = (
-                Record(job.run_dir, bucket.config()),
-                Record(job.run_dir, S3Config(**s3), job.sha256),
-            )
+            job = replace(job, code=packed, python=python, overrides=own, s3=s3)
+            held = {HELD: str(hold.folder), **METADATA}
+            job = replace(job, environment=held, processes_per_node=1)
+            record = Record(job.run_dir, bucket.config())
+            inner = Record(job.run_dir, S3Config(**s3), job.sha256)
             more = {"machines": ec2, "hold": hold, "inner": inner, "stack": stack, **changes}
             made = Cloud(fake, record, job, bundle=content, **more)
-            monkeypatch.setattr(
-                request_module, "user_data", lambda *_, **named: made.user_data(**named)
-            )
+            monkeypatch.setattr(request_module, "user_data", made.user_data)
             set_time(monkeypatch, time.time, made.pause)
             made.submit()
             return made

@@ -85,7 +85,8 @@ def job_of(*own: str) -> Job:
 
 def request(*own: str, instance: str = "trn1.32xlarge"):
     job = job_of(f"instance={instance}", "nodes=4", *own)
-    cluster, record = cluster_of(job, Ec2Config), Record(job.run_dir, S3Config(**job.s3))
+    cluster = cluster_of(job, Ec2Config)
+    record = Record(job.run_dir, S3Config(**job.s3))
     interfaces = layout(TYPES[instance], job.nodes)
     resolved = Resolved("id", job.sha256, [SITE], interfaces)
     numbers = {"request": 7, "ask": 1, "max_run_s": 3600}

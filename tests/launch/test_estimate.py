@@ -121,10 +121,12 @@ def test_machines_that_do_not_fit_are_rejected(nodes, processes, rows, says):
 
 def test_the_vocabulary_of_the_data_counts():
     cfg = load("experiment=demo", "instance=p5.48xlarge")
-    guessed, known = of(cfg, 1, 1, 64, rows=9999), of(cfg, 1, 1, 64, rows=9999, vocab_size=2000)
+    guessed = of(cfg, 1, 1, 64, rows=9999)
+    known = of(cfg, 1, 1, 64, rows=9999, vocab_size=2000)
     assert "a vocabulary of 50,368 tokens, the default of modernbert, is assumed" in guessed.notes
     assert not any("vocabulary" in note for note in known.notes)
-    slow, fast = guessed.step_s, known.step_s
+    slow = guessed.step_s
+    fast = known.step_s
     assert slow is not None and fast is not None and slow > 1.3 * fast
 
 
@@ -137,7 +139,8 @@ PIPELINE = ["parallel=pipeline", "parallel.stages=4", "parallel.micro_batches=4"
 def test_a_pipeline_costs_the_time_in_which_its_ranks_wait():
     """(stages - 1) / (micro batches + stages - 1) of it."""
     given = [*BERT_LARGE, "instance=p5.48xlarge", "global_batch_size=64", "max_steps=1000"]
-    plain, split = of(load(*given), 1, 8, 128), of(load(*given, *PIPELINE), 1, 8, 128)
+    plain = of(load(*given), 1, 8, 128)
+    split = of(load(*given, *PIPELINE), 1, 8, 128)
     assert split.usd == pytest.approx(plain.usd * 7 / 4)
     assert any("ranks wait 42.9% of the time for other stages" in note for note in split.notes)
 

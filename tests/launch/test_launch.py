@@ -161,14 +161,13 @@ dist.destroy_process_group()
 def test_ranks_of_one_machine_and_their_torchrun_listen_on_loopback_only(tmp_path, store):
     """Whoever reaches these ports decides what the ranks unpickle."""
     (tmp_path / "rank.py").write_text(LISTENING)
-    words, environ = (
-        ["-c", LISTENING],
-        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"},
-    )
+    words = ["-c", LISTENING]
+    environ = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     environ["MASTER_PORT"] = str(free_port())
     if store == "torchrun's":
         forked = ["--nproc-per-node=1", "--start-method=fork", "--run-path"]
-        words, environ = ["train.machine.local_torchrun", *forked, str(tmp_path / "rank.py")], {}
+        words = ["train.machine.local_torchrun", *forked, str(tmp_path / "rank.py")]
+        environ = {}
     kubeflows = {"PET_NNODES": "2", "PET_RDZV_ENDPOINT": "nowhere:1", "PET_NPROC_PER_NODE": "4"}
     done = run_forked(words, {**os.environ, **environ, **kubeflows})
     assert done.returncode == 0, done.stderr

@@ -27,7 +27,8 @@ from train.machine.processes import read_process
 from train.run.command import DONE, FAILED, REJECTED
 from train.run_folder.outcome import Outcome
 
-WAITING, RUNNING = State(True, "PENDING (Resources)"), State(True, "RUNNING", NODES)
+WAITING = State(True, "PENDING (Resources)")
+RUNNING = State(True, "RUNNING", NODES)
 GONE = State(False, "no such job")
 
 
@@ -77,7 +78,8 @@ def test_the_status_joins_scheduler_record_and_run_folder(run, says):
     assert "  41 of 100 (41.0%)\n" in says("status runs/mine")
 
 
-BEGUN, PREFLIGHT = [Launched.begin], [lambda run: run.begin(is_training=False)]
+BEGUN = [Launched.begin]
+PREFLIGHT = [lambda run: run.begin(is_training=False)]
 ENDED = [*BEGUN, Launched.end]
 REQUEUED = [*BEGUN, lambda run: run.end("stopped", "requeue")]
 STOPPED, CANCELLED = ([lambda run, what=what: run.ask(what)] for what in (STOP, CANCEL))
@@ -279,7 +281,8 @@ def test_a_job_of_another_scheduler_than_the_submission_is_not_touched(run, says
 
 def test_of_two_launches_at_once_one_is_rejected(run, fake_scheduler):
     fake_scheduler.states = [GONE]
-    job, (first, second) = run.record.job(), (submit.check_idle(run.record) for _ in range(2))
+    job = run.record.job()
+    (first, second) = (submit.check_idle(run.record) for _ in range(2))
     submit.claim(run.record, job, first)
     with pytest.raises(InputError, match="another launch of runs/mine came first"):
         submit.claim(run.record, job, second)
@@ -367,10 +370,8 @@ def test_a_run_in_s3_is_followed_and_stopped(
 ):
     """Its logs are the trainer's until those of the attempt arrive; of two copies this machine's is shown."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    run, flags = (
-        Launched(bucket.location("runs/mine"), fake_scheduler, bucket.config()),
-        bucket.config().flags(),
-    )
+    run = Launched(bucket.location("runs/mine"), fake_scheduler, bucket.config())
+    flags = bucket.config().flags()
     run.job().submit().begin().trained(step=40)
     assert main(["status", run.run_dir, *flags]) == DONE
     assert "40 of 100 (40.0%)" in capsys.readouterr().out

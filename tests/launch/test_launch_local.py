@@ -57,15 +57,9 @@ def test_a_run_is_killed_stopped_cancelled_and_resumed(
     assert launched.state.is_active  # the command has gone, the run continues
     monkeypatch.chdir(tmp_path)  # where the data have another name
     step = launched.wait_for_checkpoint()
-    (torchrun,) = [
-        each
-        for each in below(launched)
-        if any(word.endswith("local_torchrun.py") for word in each.cmdline())
-    ]
-    assert (
-        main(words(launched, prepared)) == REJECTED
-        and f"{launched.run_dir} has a job: " in capsys.readouterr().err
-    )
+    (torchrun,) = [each for each in below(launched) if "local_torchrun.py" in str(each.cmdline())]
+    assert main(words(launched, prepared)) == REJECTED
+    assert f"{launched.run_dir} has a job: " in capsys.readouterr().err
     torchrun.kill()
     launched.wait_for(2)
     hold.let_go(25)  # a slow machine may have stopped before it

@@ -109,6 +109,16 @@ def test_a_lost_node_that_comes_back_costs_no_step_without_another_to_move_to(
         assert "Slurm did not start the step: Unable to create step" in reasons
 
 
+URGENT = (
+    "sbatch",
+    "--partition=urgent",
+    "--nodes=3",
+    "--exclusive",
+    "--output=/dev/null",
+    "--wrap=sleep 2",
+)
+
+
 def test_a_run_is_preempted_stopped_and_resumed(
     slurm, hold, prepared, undisturbed_losses, tmp_path
 ):
@@ -117,15 +127,7 @@ def test_a_run_is_preempted_stopped_and_resumed(
     step = record.wait_for_checkpoint()
     # of SIGTERM to the ranks alone
     slurm.run("scontrol", "update", "PartitionName=main", "GraceTime=30")
-    urgent = (
-        "sbatch",
-        "--partition=urgent",
-        "--nodes=3",
-        "--exclusive",
-        "--output=/dev/null",
-        "--wrap=sleep 2",
-    )
-    slurm.run(*urgent)
+    slurm.run(*URGENT)
     preempted = record.wait_for(1, is_over=True)
     assert (preempted.outcome, preempted.next) == ("stopped", "requeue")
     assert preempted.checkpoint > step
@@ -134,7 +136,7 @@ def test_a_run_is_preempted_stopped_and_resumed(
     # KillWait after SIGTERM to all
     slurm.run("scontrol", "update", "PartitionName=main", "GraceTime=0")
     record.wait_for_checkpoint(after=preempted.checkpoint)
-    slurm.run(*urgent)
+    slurm.run(*URGENT)
     record.wait_for(3)
     with pytest.raises(Exception, match="has a job: job"):
         submit.resume(record)

@@ -49,13 +49,15 @@ class Scheduler(spec.Scheduler):
 
 
 def test_a_scheduler_from_outside_plans_submits_and_says_how_a_run_stands(tmp_path):
-    tree, work = tmp_path / "tree", tmp_path / "work"
+    tree = tmp_path / "tree"
+    work = tmp_path / "work"
     for name in ("train", "conf", "launch", "ami"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     (tree / "launch/toy.py").write_text(MODULE)
     (tree / "conf/cluster/toy.yaml").write_text("defaults: [toy_schema]\n")
     path = tree / "launch/schedulers.py"
-    text, line = path.read_text(), '    "local": (LocalConfig, "launch.local"),\n'
+    text = path.read_text()
+    line = '    "local": (LocalConfig, "launch.local"),\n'
     assert text.count(line) == text.count("from launch.slurm.config import SlurmConfig\n") == 1
     text = text.replace(line, f'{line}    "toy": (ToyConfig, "launch.toy"),\n')
     path.write_text(

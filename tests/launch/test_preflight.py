@@ -36,7 +36,8 @@ def job() -> Job:
     ],
 )
 def test_machines_that_fail_are_named(job, tmp_path, answers, code, says):
-    record, asked = Record(str(tmp_path / "run"), S3Config()), []
+    record = Record(str(tmp_path / "run"), S3Config())
+    asked = []
 
     def run(command: str, name: str) -> int:
         asked.append(command)

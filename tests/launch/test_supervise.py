@@ -39,7 +39,8 @@ def history(*attempts: Attempt, asked: str = "") -> History:
     return History(SUBMISSION, Request(asked, 0.0) if asked else None, list(attempts))
 
 
-FIRST, ASKED = history(tried()), history(tried(), asked=STOP)
+FIRST = history(tried())
+ASKED = history(tried(), asked=STOP)
 
 
 def decided(ended="", kind="x", *, goes_on=True, history=FIRST, cluster=CLUSTER, **options):

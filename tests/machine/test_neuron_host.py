@@ -95,7 +95,8 @@ def test_several_machines_join_at_the_first_by_another_port_than_torchruns():
 
 
 def test_stochastic_rounding_is_on_only_when_asked_for_and_the_user_may_not_turn_it_off():
-    on, off = {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"}, {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "0"}
+    on = {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"}
+    off = {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "0"}
     seed = {"NEURON_RT_STOCHASTIC_ROUNDING_SEED": "0"}
     assert (
         wanted({}, stochastic_rounding=True) == wanted({}) | on | seed

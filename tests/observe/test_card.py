@@ -164,7 +164,8 @@ def test_only_an_id_on_the_hub_gets_into_the_code_of_the_card(tmp_path, to):
 
 
 def test_names_are_shown_as_they_are_and_break_nothing(tmp_path):
-    run, odd = write(tmp_path / "run"), "a|b\n<i>*x*</i>"
+    run = write(tmp_path / "run")
+    odd = "a|b\n<i>*x*</i>"
     (run / "data.json").write_text(
         json.dumps({"labels": [odd], "splits": {"train": {"label_counts": {odd: 5}}}})
     )

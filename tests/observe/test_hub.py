@@ -20,7 +20,7 @@ from finetuning import word_tokenizer
 from finished_run import SECRETS, write
 from huggingface_hub import constants
 from rejections import rejects
-from running import ROOT
+from running import ROOT, contents
 from services.fake_hub import READ_TOKEN, TOKEN, FakeHub
 from services.process import free_port
 from transformers import (
@@ -178,44 +178,30 @@ def test_labelled_data_comes_from_the_hub(texts, tokenizer_folder, tmp_path):
         "train.csv": b"".join([b"text,label\n", *rows[:30]]),
         "validation.csv": b"".join([b"text,label\n", *rows[30:]]),
     }
-    words = [
-        "task=classify",
-        "data=records",
-        "data.format=hub",
-        "data.path=lab/texts",
-        "data.train=train",
-    ]
-    words += [
-        "data.validation=validation",
-        f"data.cache_dir={tmp_path}/cache",
-        "model=albert_tiny",
-        "seq_len=32",
-    ]
-    words += [f"model.tokenizer={tokenizer_folder}"]
+    words = (
+        "task=classify data=records data.format=hub data.path=lab/texts data.train=train".split()
+    )
+    words += ["data.validation=validation", f"data.cache_dir={tmp_path}/cache"]
+    words += ["model=albert_tiny", f"model.tokenizer={tokenizer_folder}", "seq_len=32"]
     private = "{config_name: default, data_files: 'hf://datasets/lab/private@main/a.csv'}"
     with FakeHub() as fake:
         fake.put("lab/texts", files, kind="datasets")
         fake.put("lab/private", {"a.csv": files["train.csv"]}, kind="datasets", private=True)
-        fake.put(
-            "lab/evil",
-            {**files, "README.md": f"---\nconfigs: [{private}]\n---\n".encode()},
-            kind="datasets",
-        )
+        card = f"---\nconfigs: [{private}]\n---\n"
+        fake.put("lab/evil", {**files, "README.md": card.encode()}, kind="datasets")
         env = {**os.environ, **fake.environment(tmp_path)}
         command = [sys.executable, "-m", "train", "records", *words]
         run = partial(
             subprocess.run, cwd=ROOT, env=env, capture_output=True, text=True, check=False
         )
-        done, evil = run(command), run([*command, "data.path=lab/evil"])
+        done = run(command)
+        evil = run([*command, "data.path=lab/evil"])
         assert not [request for request in fake.requests if "private" in request.path]
     assert done.returncode == 0, done.stderr
-    assert re.search(r"train: +30 ", done.stdout) and re.search(
-        r"validation: +10 ", done.stdout
-    ), done.stdout
-    assert (
-        evil.returncode == 2
-        and "@main/a.csv', which is not a file of this data set" in evil.stderr
-    )
+    assert re.search(r"train: +30 ", done.stdout), done.stdout
+    assert re.search(r"validation: +10 ", done.stdout), done.stdout
+    assert evil.returncode == 2
+    assert "@main/a.csv', which is not a file of this data set" in evil.stderr
 
 
 def test_a_run_needs_a_name_and_a_token_to_push(the_hub, tmp_path, monkeypatch):
@@ -267,7 +253,7 @@ def test_who_may_see_it_is_not_a_surprise(the_hub, finished, capsys, there):
 def test_what_the_hub_does_not_take_is_pushed_again_by_the_line_in_the_error(
     the_hub, finished, part, capsys
 ):
-    before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
+    before = contents(finished)
     the_hub.faults[part] = 500
     with pytest.raises(
         Failure, match=f"push it again with baretrain hub {finished} --to {TO}$"
@@ -275,7 +261,7 @@ def test_what_the_hub_does_not_take_is_pushed_again_by_the_line_in_the_error(
         hub.push(RunFolder(str(finished)), TO)
     assert "\n" not in str(failed.value)
     assert not any(repo.files for repo in the_hub.repos.values())  # all or nothing
-    assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before
+    assert contents(finished) == before
     again = str(failed.value).split("baretrain hub ")[1].split()
     assert hub_command.main(again) == 1
     assert "try again later" in capsys.readouterr().err
@@ -288,7 +274,8 @@ def test_what_the_hub_does_not_take_is_pushed_again_by_the_line_in_the_error(
 def test_the_token_is_shown_to_nobody(the_hub, run, monkeypatch, capfd, log, token):
     monkeypatch.setenv("HF_TOKEN", token)
     errors = []
-    new, old = config(run.parent / "new"), RunFolder(str(run))
+    new = config(run.parent / "new")
+    old = RunFolder(str(run))
     for act in (lambda: hub.check_push(new), lambda: hub.push(old, TO)):
         try:
             act()

@@ -59,13 +59,19 @@ def rejected(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return said.err
 
 
+def html_of(run: Path) -> str:
+    """Return the page that the command line writes."""
+    assert report_command.main([str(run)]) == 0
+    return (run / "report" / "report.html").read_text()
+
+
 @pytest.fixture(scope="module")
 def reported(tmp_path_factory):
     """Return of a run without labelled data, MFU or price: its folder, its report, and what was printed."""
     run = write_run(tmp_path_factory.mktemp("reported") / "run", whole_run())
     with redirect_stdout(io.StringIO()) as printed:
-        assert report_command.main([str(run)]) == 0
-    return run, (run / "report" / "report.html").read_text(), printed.getvalue()
+        html = html_of(run)
+    return run, html, printed.getvalue()
 
 
 # ---- the file ------------------------------------------------------------------------------------------------------
@@ -372,9 +378,7 @@ def test_the_best_run_comes_first_with_the_settings_that_differ(tmp_path):
 
 
 def test_the_page_shows_what_is_worth_most_and_folds_the_rest(tmp_path):
-    run = finished_run.write(tmp_path / "run", weights=30)
-    assert report_command.main([str(run)]) == 0
-    html = (run / "report" / "report.html").read_text()
+    html = html_of(finished_run.write(tmp_path / "run", weights=30))
     shown_at_once = re.sub(r"<details.*?</details>", "", html, flags=re.S)
     large = re.findall(r'<img alt="([^"]+)"', shown_at_once)
     assert large == ["Training and validation loss", "Validation f1 macro"]
@@ -388,13 +392,10 @@ def test_the_page_shows_what_is_worth_most_and_folds_the_rest(tmp_path):
 
 def test_a_class_that_is_never_found_has_a_remark(tmp_path):
     run = finished_run.write(tmp_path / "run", weights=30)
-    assert report_command.main([str(run)]) == 0
-    assert "recall 0" not in shown((run / "report" / "report.html").read_text())
+    assert "recall 0" not in shown(html_of(run))
     file = run / "evaluation.json"
     file.write_text(file.read_text().replace('"recall": 0.8,', '"recall": 0.0,'))
-    assert report_command.main([str(run)]) == 0
-    html = shown((run / "report" / "report.html").read_text())
-    assert "validation: the model never finds neutral (0 of 30): recall 0" in html
+    assert "validation: the model never finds neutral (0 of 30): recall 0" in shown(html_of(run))
 
 
 @pytest.mark.parametrize(
@@ -426,8 +427,8 @@ def test_data_evaluation_and_samples_of_a_run_are_shown(tmp_path):
     (run / "samples.json").write_text(json.dumps({"step": 30, "samples": [SAMPLE]}))
     card = page.cards(report_run.read_run(run))[0]
     assert (card.title, card.value) == ("Validation f1 macro", "0.700")
-    assert report_command.main([str(run)]) == 0
-    html = (run / "report" / "report.html").read_text()
+    html = html_of(run)
+    words = shown(html)
     for text in (
         "Rows of the files 1,009 100",  # with those that are left out
         "Bad rows, left out 2 0",
@@ -440,7 +441,7 @@ def test_data_evaluation_and_samples_of_a_run_are_shown(tmp_path):
         "tweets.csv:99: &lt;b&gt;?&lt;/b&gt;",
         "a [1] text \u2717 [1] true: good model: bad · 75.0%",
     ):
-        assert text in shown(html)
+        assert text in words
     assert html.index("Curves") < html.index("Sample predictions") < html.index("Details")
 
 
@@ -490,7 +491,9 @@ def test_a_run_in_s3_is_reported_here(bucket, tmp_path, capsys, monkeypatch):
     local = write_run(tmp_path / "albert", whole_run())
     for path in local.iterdir():
         bucket.put(f"runs/albert/{path.name}", path.read_bytes())
-    folder, flags, before = bucket.location("runs/albert"), bucket.config().flags(), bucket.keys()
+    folder = bucket.location("runs/albert")
+    flags = bucket.config().flags()
+    before = bucket.keys()
     assert report_command.main([f"{folder}/", *flags]) == 0
     html = tmp_path / "here/albert-report/report.html"
     assert f"report: {html}" in capsys.readouterr().out
@@ -500,7 +503,8 @@ def test_a_run_in_s3_is_reported_here(bucket, tmp_path, capsys, monkeypatch):
     assert "Comparison of 2 runs" in (tmp_path / "here/report/report.html").read_text()
 
 
-LONG, DEEP = "9" * 400, "[" * 140 + "]" * 140
+LONG = "9" * 400
+DEEP = "[" * 140 + "]" * 140
 FORGED = [  # a file, what is replaced in it, by what
     ("metrics.jsonl", '"train_s": 7200.0', f'"train_s": {LONG}'),
     ("metrics.jsonl", '"train_s": 7200.0', '"train_s": ["a", 1]'),

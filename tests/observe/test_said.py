@@ -71,7 +71,9 @@ def model(tokenizer_folder, tmp_path_factory):
 
 @pytest.mark.parametrize("flags", [[], ["--quiet"]])
 def test_a_quiet_command_says_its_result_alone(flags, texts, corpus, model, tmp_path, capfd):
-    rows, run, data = tmp_path / "rows.csv", tmp_path / "run", tmp_path / "shards"
+    rows = tmp_path / "rows.csv"
+    run = tmp_path / "run"
+    data = tmp_path / "shards"
     with rows.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["text", "label"])

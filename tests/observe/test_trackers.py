@@ -201,7 +201,8 @@ def mlflow_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
     if not python.exists():
         pytest.skip("no server of MLflow to test with: make mlflow-server")
     monkeypatch.setenv("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")
-    port, store = free_port(), f"sqlite:///{tmp_path}/mlflow.db"
+    port = free_port()
+    store = f"sqlite:///{tmp_path}/mlflow.db"
     words = [
         str(python),
         "-m",

@@ -11,7 +11,6 @@ import pytest
 from running import eventually, lines, run, train_overrides
 
 from train.run_folder.metrics_files import rows
-from train.storage.folders import open_folder
 
 HANG_S = 400.0  # never waited for unless a test fails
 # A rank that is killed or hangs in its first attempt, after a checkpoint, and a rank that comes late to every attempt.
@@ -126,7 +125,7 @@ def test_after_a_machine_died_the_run_goes_on_with_one_less(machines, bucket, pr
             rest = machines.torchrun(script, arguments, env=env, log=tmp_path / "two")
             assert ended(rest) == [0, 0], (tmp_path / "two.0").read_text()
     (tmp_path / "run").mkdir()
-    kept = rows(open_folder(bucket.location("run"), bucket.config()))
+    kept = rows(bucket.folder())
     (tmp_path / "run/metrics.jsonl").write_bytes(b"".join(row + b"\n" for row in kept))
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
 

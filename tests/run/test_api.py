@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,56 +64,39 @@ def test_a_run_is_trained_and_asked_with_its_progress_in_the_cell(
     settings = tuning(Path("run"), prepared / "tokenizer", *TWEETS)
     run = api.train(settings)
     assert (run.outcome, run.step, run.export) == ("done", 2, "run/export")
-    assert [row["step"] for row in run.metrics] == [1, 2] and {"loss", "accuracy"} <= run.metrics[
-        0
-    ].keys()
+    assert [row["step"] for row in run.metrics] == [1, 2]
+    assert {"loss", "accuracy"} <= run.metrics[0].keys()
     assert "step 1/2 " in cell.getvalue() and "done at step 2" in cell.getvalue()
     monkeypatch.setattr(api.processes, "start", Forked)  # the first was a process of its own
-    answers = api.predict(
-        run.run_dir, ["so good", "é — bad"], options=[f"backend.device={DEVICE}"]
-    )
-    assert [answer["id"] for answer in answers] == ["0", "1"] and set(
-        answers[0]["probabilities"]
-    ) == {"0", "1", "2"}
-    assert [answer["text"] for answer in answers] == ["so good", "é — bad"]
-    known = api.predict(
-        "run", [{"labels": "1", "text": "so good"}], options=[f"backend.device={DEVICE}"]
-    )
-    assert [(answer["label"], answer["prediction"]) for answer in known] == [
-        ("1", answers[0]["prediction"])
-    ]
-    assert api.predict("run", []) == []
     names = ("loss", "accuracy", "f1_macro", "f1_weighted", "matthews_correlation")
     assert api.evaluate("run") == {name: pytest.approx(run.metrics[-1][name]) for name in names}
-    rejects(
-        r"^run belongs to another run \(.*seed: 0 -> 1\); choose ",
-        api.train,
-        [*settings, "seed=1"],
-    )
-    rejects(
-        r"^'max_steps=1' must be a list of texts, such as \['key=value'\]$",
-        api.train,
-        "max_steps=1",
-    )
-    rejects(r"must be a list of texts", api.train, {"max_steps": 1})
-    rejects(
-        r"^rows\.jsonl[^/]*$",
-        api.predict,
-        "run",
-        [{"other": "so good"}],
-        options=[f"backend.device={DEVICE}"],
-    )
-    (one,) = api.predict("run", "so good", options=[f"backend.device={DEVICE}"])
-    assert one["probabilities"] == pytest.approx(answers[0]["probabilities"])
-    frame = pandas.DataFrame({"labels": np.array([1], np.int64), "text": ["so good"]})
-    (of_frame,) = api.predict("run", frame, options=[f"backend.device={DEVICE}"])
-    assert of_frame == {**known[0], "labels": 1}
+    assert_predicts()
     assert "predictions: " not in cell.getvalue()  # of a folder that the user does not know
-    rejects(
-        r"^max_stepz is not a setting; did you mean max_steps\?$",
-        api.train,
-        [*settings, "max_stepz=1"],
-    )
+    for changed, says in (
+        ([*settings, "seed=1"], r"^run belongs to another run \(.*seed: 0 -> 1\); choose "),
+        ("max_steps=1", r"^'max_steps=1' must be a list of texts, such as \['key=value'\]$"),
+        ({"max_steps": 1}, "must be a list of texts"),
+        ([*settings, "max_stepz=1"], r"^max_stepz is not a setting; did you mean max_steps\?$"),
+    ):
+        rejects(says, api.train, changed)
+
+
+def assert_predicts() -> None:
+    """The run predicts texts, rows and tables alike, and rejects rows without its column."""
+    predict = partial(api.predict, "run", options=[f"backend.device={DEVICE}"])
+    answers = predict(["so good", "é — bad"])
+    assert [answer["id"] for answer in answers] == ["0", "1"]
+    assert [answer["text"] for answer in answers] == ["so good", "é — bad"]
+    good = answers[0]
+    assert set(good["probabilities"]) == {"0", "1", "2"}
+    (known,) = predict([{"labels": "1", "text": "so good"}])
+    assert (known["label"], known["prediction"]) == ("1", good["prediction"])
+    assert api.predict("run", []) == []
+    rejects(r"^rows\.jsonl[^/]*$", predict, [{"other": "so good"}])
+    (one,) = predict("so good")
+    assert one["probabilities"] == pytest.approx(good["probabilities"])
+    frame = pandas.DataFrame({"labels": np.array([1], np.int64), "text": ["so good"]})
+    assert predict(frame) == [{**known, "labels": 1}]
 
 
 @pytest.mark.slow
@@ -156,7 +140,8 @@ def test_runs_are_a_table_with_what_differs_and_their_scores(tmp_path: Path) -> 
     rejects("give the run_dir of each run", api.compare)
 
 
-TEXTS, ROWS = ["so good", "so bad"], [{"text": "so good", "n": 1}, {"text": "so bad", "n": 2}]
+TEXTS = ["so good", "so bad"]
+ROWS = [{"text": "so good", "n": 1}, {"text": "so bad", "n": 2}]
 FRAME = pandas.DataFrame(ROWS)
 KINDS = {
     "a text": ("so good", TEXTS[:1]),

@@ -411,7 +411,9 @@ def settings_of(config: Any, prefix: str = "") -> Iterator[tuple[str, object, bo
     """Each setting and section: its name, its type, and whether it may be null."""
     hints = typing.get_type_hints(type(config))
     for item in dataclasses.fields(config):
-        key, value, hint = f"{prefix}{item.name}", getattr(config, item.name), hints[item.name]
+        key = f"{prefix}{item.name}"
+        value = getattr(config, item.name)
+        hint = hints[item.name]
         if dataclasses.is_dataclass(value):
             if item.name not in GROUPS:
                 yield key, type, False
@@ -557,7 +559,8 @@ def test_no_setting_takes_what_its_type_rules_out(command, places):
     """Every setting of every section: another type, negative, not finite, too large for 64 bits, null, empty."""
     schema = TrainConfig if command == "train" else PrepareConfig
     known: set[tuple[str, object]] = set()
-    wrong, count = [], 0
+    wrong = []
+    count = 0
     for given in VARIANTS[command]:
         for row in made_rows(command, given, known):
             count += 1

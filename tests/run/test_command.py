@@ -118,7 +118,8 @@ def start(
 ):
     """A process of its own, with nothing in its environment but what is given."""
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environ}
-    command, pipe = [sys.executable, *flags, "-m", *words], subprocess.PIPE
+    command = [sys.executable, *flags, "-m", *words]
+    pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=cwd, env=env, text=True, stdout=stdout, stderr=pipe)
 
 

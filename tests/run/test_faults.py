@@ -10,7 +10,7 @@ import torch
 from forks import start_changed
 from rejections import rejects
 from run_results import assert_same_weights
-from running import eventually, lines, outcome, run, train_overrides
+from running import contents, eventually, lines, outcome, run, train_overrides
 from saved_steps import flip, store_of
 from toy import NAN, spoilt
 
@@ -81,7 +81,8 @@ SLOW = "time.sleep(0.05)"  # so that a test can hit a step
 
 def test_a_killed_rank_is_started_again_and_nothing_has_happened(undisturbed, start, tmp_path):
     """Twice: first a rank in the middle of a step, then rank 0."""
-    run_dir, process = tmp_path / "run", start(SLOW, restarts=2)
+    run_dir = tmp_path / "run"
+    process = start(SLOW, restarts=2)
     for victim, step in ((1, 7), (0, 18)):
         eventually(
             lambda step=step: (
@@ -123,7 +124,8 @@ HANGS = """if (next(calls), os.environ["RANK"], os.environ["TORCHELASTIC_RESTART
 
 def test_a_stuck_rank_is_named_and_the_run_goes_on(undisturbed, start, tmp_path):
     """It no longer comes to the collective, in which the other one waits."""
-    run_dir, process = tmp_path / "run", start(HANGS, "watchdog.step_s=4", restarts=1)
+    run_dir = tmp_path / "run"
+    process = start(HANGS, "watchdog.step_s=4", restarts=1)
     process.join(PATIENCE_S)
     assert process.exitcode == 0, (tmp_path / "err").read_text()
     assert_same_weights(run_dir, undisturbed, STEPS)
@@ -135,13 +137,10 @@ def test_a_stuck_rank_is_named_and_the_run_goes_on(undisturbed, start, tmp_path)
 def test_a_second_job_on_the_same_folder_is_rejected_and_writes_nothing(toy):
     toy.train(max_steps=3)
 
-    def content():
-        return {path: path.read_bytes() for path in toy.folder.rglob("*") if path.is_file()}
-
     with Ownership(LocalFolder(toy.folder / "run"), 600.0):
-        before = content()
+        before = contents(toy.folder)
         rejects(f"in use by process {os.getpid()} on", toy.train)
-        assert content() == before
+        assert contents(toy.folder) == before
     assert toy.train() == ("done", 6)
 
 
@@ -178,7 +177,8 @@ def test_several_in_a_row_bring_the_run_back_and_past_their_data(toy):
     assert (toy.saved()[9]["rollbacks"], toy.saved()[9]["skipped"]) == (1, 3)
     toy.scale = spoilt([])
     toy.train("clean", max_steps=9)
-    clean, losses = toy.values("train", "loss", "clean"), toy.values("train", "loss")
+    clean = toy.values("train", "loss", "clean")
+    losses = toy.values("train", "loss")
     assert losses[:3] == clean[:3] and not set(losses[6:9]) & set(clean)
 
 
@@ -279,7 +279,8 @@ def test_the_metrics_of_a_resumed_run_are_those_of_an_unbroken_one(toy):
     """Lines every four steps, a stop at the sixth: its window goes on in the next attempt."""
     options = {"max_steps": 12, "log_every": 4, "eval_every": None, "checkpoint": {"every": 100}}
     toy.train("whole", **options)
-    stop, toy.losses = StopRequest(), 0
+    stop = StopRequest()
+    toy.losses = 0
     toy.scale = lambda call: stop.ask("the test") or 1.0 if call == 6 else 1.0
     assert toy.train("parts", stop=stop, **options) == ("the test", 7)
     assert toy.train("parts", **options) == ("done", 12)

@@ -79,7 +79,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write_rows(folder: Path, part: str, texts: list[str], rng: random.Random) -> None:
     """Write labelled rows whose targets follow from the text, so that there is something to learn."""
-    rows, sentences = [], []
+    rows = []
+    sentences = []
     for _ in range(96):
         text = rng.choice(texts)
         words = text.split()

@@ -106,7 +106,8 @@ def test_a_pretrained_model_goes_on_where_it_was(finished, tmp_path, prepared):
     names = ("hidden_size", "intermediate_size", "embedding_size", "num_heads")
     for name in names:  # sizes come from the checkpoint
         setattr(cfg.model, name, None)
-    cfg.optim.lr, cfg.max_steps = 1e-12, 1
+    cfg.optim.lr = 1e-12
+    cfg.max_steps = 1
     loop.run(cfg, StopRequest())
     assert lines(tmp_path / "run", "eval")[-1]["loss"] == pytest.approx(
         lines(finished, "eval")[-1]["loss"], rel=1e-5
@@ -169,7 +170,8 @@ def test_a_stop_during_an_evaluation_ends_it_and_saves_the_step(toy, monkeypatch
 def test_a_new_model_that_cannot_be_evaluated_fails_before_it_is_trained(toy, monkeypatch):
     """In its last batch, which has empty places; the trial of one that can be evaluated changes no loss."""
     toy.train("whole", eval_batch_size=4)
-    statistics, seen = ToyTask.eval_statistics, []
+    statistics = ToyTask.eval_statistics
+    seen = []
 
     def fails(self, model, inputs):
         if not model.training:

@@ -50,8 +50,7 @@ def kind():
 def folder(request, kind, tmp_path):
     if kind == "disk":
         return open_folder(str(tmp_path / "run"), S3Config())
-    bucket = request.getfixturevalue("bucket")
-    return open_folder(bucket.location("run"), bucket.config())
+    return request.getfixturevalue("bucket").folder()
 
 
 @pytest.fixture
@@ -349,7 +348,10 @@ def test_of_eight_takers_one_gets_the_folder(folder, new, monkeypatch, before):
     """All have judged the last owner before the first one creates the next number, which half of them do too late."""
     if before == "silent":
         leave(folder, ttl_s=0.2)
-    together, taken, came, create = threading.Barrier(8), threading.Event(), set(), folder.create
+    together = threading.Barrier(8)
+    taken = threading.Event()
+    came = set()
+    create = folder.create
 
     def create_together(*given):
         if threading.get_ident() not in came:

@@ -95,7 +95,9 @@ def test_lines_that_the_disk_does_not_take_are_written_later_and_no_checkpoint_i
 
 def test_steps_do_not_wait_for_their_lines_which_keep_their_order(folder):
     """The owner is looked for once for the lines that waited; of a lost folder all are left out."""
-    may_look, looks, shown = threading.Event(), [], []
+    may_look = threading.Event()
+    looks = []
+    shown = []
 
     def look():
         looks.append(len(shown))
@@ -125,7 +127,8 @@ def test_the_lines_of_the_steps_before_a_checkpoint_are_written_before_it(
     tmp_path, prepared, monkeypatch
 ):
     """A run that is killed right after it does not write them again when it resumes."""
-    save, seen = AsyncSaver.save, []
+    save = AsyncSaver.save
+    seen = []
 
     def look(self, progress, *args, **kwargs):
         seen.append([line["step"] for line in read_lines(self.folder.local)])
@@ -185,7 +188,8 @@ def test_a_process_that_is_killed_while_it_logs_does_not_silence_the_others(caps
         tqdm.get_lock().acquire()
         os._exit(0)
 
-    handler, record = TerminalHandler(), logging.makeLogRecord({"msg": "still here"})
+    handler = TerminalHandler()
+    record = logging.makeLogRecord({"msg": "still here"})
     handler.emit(record)
     child = multiprocessing.get_context("fork").Process(target=write_and_end)
     child.start()

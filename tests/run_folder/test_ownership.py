@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from rejections import rejects
-from running import train_config
+from running import contents, train_config
 
 from train import loop
 from train.parallel.ranks import World, no_wait
@@ -159,7 +159,8 @@ def test_a_run_folder_is_known_by_its_environment_and_one_that_was_just_begun_by
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "log/rank_0000.txt"])
 def test_a_run_writes_through_no_link_to_a_file(tmp_path, name):
-    victim, link = tmp_path / "victim", tmp_path / "run" / name
+    victim = tmp_path / "victim"
+    link = tmp_path / "run" / name
     victim.write_text("mine")
     link.parent.mkdir(parents=True)
     link.symlink_to(victim)
@@ -190,6 +191,21 @@ def take_over(storage, number=2):
         storage.write(name, b'{"kind": "train", "step": 60, "time_unix_s": 1}\n')
 
 
+def changes_by(job):
+    """Return functions that change files of a run."""
+    return (
+        lambda: job.folder.write("evaluation.json", b""),
+        lambda: job.folder.upload("evaluation.json", Path(__file__)),
+        lambda: job.folder.create("predictions/1", b""),
+        lambda: job.folder.remove("STOP"),
+        lambda: job.describe(None, {}, {}, {}),
+        lambda: exported.renewed(job, 50).__enter__(),
+        lambda: exported.mirror(job) or job.ownership.check(),
+        lambda: job.mirror() or job.ownership.check(),
+        lambda: job.cut_half_written_line() or job.ownership.check(),
+    )
+
+
 @DISK_AND_S3
 def test_a_job_that_has_lost_the_folder_changes_no_file_of_it(folder):
     folder.log.mkdir(parents=True)
@@ -208,31 +224,18 @@ def test_a_job_that_has_lost_the_folder_changes_no_file_of_it(folder):
         with folder.metrics.open("a") as file:
             file.write("half a line of the new owner")
         folder.log_file.write_text("the new owner's")
-        before, here = content(folder), {path for path in folder.path.rglob("*") if path.is_file()}
+        before = content(folder)
+        here = contents(folder.path)
         end = Outcome("failed", "saves_fail", "late", 50, 50, goes_on=True, launch=[])
+        says = r"is lost: it now belongs to .* on node-2, since now \(lease 2\)"
         for each in (folder, other):
-            for late in (
-                lambda: kept("evaluation.json", b""),
-                lambda: each.folder.write("evaluation.json", b""),  # noqa: B023
-                lambda: each.folder.upload("evaluation.json", Path(__file__)),  # noqa: B023
-                lambda: each.folder.create("predictions/1", b""),  # noqa: B023
-                lambda: each.folder.remove("STOP"),  # noqa: B023
-                lambda: each.describe(None, {}, {}, {}),  # noqa: B023
-                lambda: exported.renewed(each, 50).__enter__(),  # noqa: B023
-                lambda: exported.mirror(each) or each.ownership.check(),  # noqa: B023
-                lambda: each.mirror() or each.ownership.check(),  # noqa: B023
-                lambda: each.cut_half_written_line() or each.ownership.check(),  # noqa: B023
-            ):
-                rejects(
-                    r"is lost: it now belongs to .* on node-2, since now \(lease 2\)",
-                    late,
-                    error=LeaseLost,
-                )
+            for late in (lambda: kept("evaluation.json", b""), *changes_by(each)):
+                rejects(says, late, error=LeaseLost)
             each.outcome(end)
             each.outcome(end, is_of_all=True)
             assert each.ownership.lost and each.ownership.may_append() == folder.is_remote
     assert content(folder) == before
-    assert not {path for path in folder.path.rglob("*") if path.is_file()} - here
+    assert contents(folder.path).keys() <= here.keys()
 
 
 def test_a_job_that_lost_the_folder_while_it_started_leaves_a_save_of_the_new_owner_alone(folder):
@@ -252,7 +255,8 @@ def test_a_run_that_was_taken_over_ends_and_leaves_the_new_owners_files_alone(
     folder, prepared, monkeypatch
 ):
     """At step 3 of 50, with a checkpoint, an evaluation and a line of the metrics at every step."""
-    is_due, before = CheckpointManager.is_due, {}
+    is_due = CheckpointManager.is_due
+    before = {}
 
     def lose_it(self):
         if self.recorder.progress.step == 3 and not before:

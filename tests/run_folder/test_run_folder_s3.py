@@ -10,7 +10,7 @@ import signal
 
 import pytest
 from forks import start_forked
-from running import eventually, lines, train_config, train_overrides
+from running import contents, eventually, lines, train_config, train_overrides
 from services.fault_proxy import Fault
 
 from train import entry, loop
@@ -21,7 +21,6 @@ from train.run import stopping
 from train.run.stopping import StopRequest
 from train.run_folder.run_folder import RunFolder
 from train.storage import atomic_io
-from train.storage.folders import open_folder
 from train.storage.s3 import S3Folder
 
 pytestmark = pytest.mark.usefixtures("pauses")
@@ -46,7 +45,7 @@ def train(bucket, data, *overrides):
 
 def lines_of(bucket, kind):
     """The lines of one kind in the run's files of metrics."""
-    found = read_lines(open_folder(bucket.location("run"), bucket.config()))
+    found = read_lines(bucket.folder())
     return [line for line in found if line["kind"] == kind]
 
 
@@ -56,7 +55,7 @@ def losses(lines):
 
 
 def store_of(bucket, tmp_path):
-    return S3Store(open_folder(bucket.location("run"), bucket.config()), tmp_path / "staging")
+    return S3Store(bucket.folder(), tmp_path / "staging")
 
 
 # ---- whole runs -----------------------------------------------------------------------------------------------------
@@ -66,19 +65,17 @@ def store_of(bucket, tmp_path):
 def test_a_machine_that_vanishes_while_it_saves_is_followed_by_another(
     bucket, prepared, finished, on_machine, tmp_path, is_silent
 ):
-    """The machine is killed before the manifest of step 6. The other one resumes from step 3, and at the end all is in
-    S3 that an undisturbed run has on disk.
-    """
+    """The machine is killed before the manifest of step 6. The other one resumes from step 3."""
     bucket.proxy.set(Fault("delay", match="^PUT .*step_00000006/manifest.json"))
     # The watchdog vanishes with the machine.
     options = [*bucket.overrides(), "watchdog.step_s=0", "lease.ttl_s=1"]
     arguments = train_overrides(bucket.location("run"), prepared, *options)
     process = start_forked(["train", *arguments], os.environ)
-    eventually(
-        lambda: (
-            any(seen.fault for seen in bucket.proxy.requests("manifest")) or not process.is_alive()
-        )
-    )
+
+    def saves():
+        return any(seen.fault for seen in bucket.proxy.requests("manifest"))
+
+    eventually(lambda: saves() or not process.is_alive())
     process.kill()
     process.join()
     assert process.exitcode == -signal.SIGKILL
@@ -89,53 +86,46 @@ def test_a_machine_that_vanishes_while_it_saves_is_followed_by_another(
     bucket.put(name, bucket.get(name) + b'{"kind": "tra')  # uploaded while it was written
     if is_silent:  # nobody knows whether it has ended, or is suspended
         lease = json.loads(bucket.get("run/lease/00000001.json"))
-        bucket.put(
-            "run/lease/00000001.json",
-            json.dumps({**lease, "host": "other", "boot_id": "other"}).encode(),
-        )
+        lease |= {"host": "other", "boot_id": "other"}
+        bucket.put("run/lease/00000001.json", json.dumps(lease).encode())
     on_machine("second")
     assert train(bucket, prepared, "lease.ttl_s=1") == ("done", 6)
     assert not set(killed) & set(bucket.keys("run/"))
+    fault = lines_of(bucket, "fault")[0]["reason"]
+    assert "the last attempt ended (killed, without an outcome)" in fault
+    assert_run_is_whole(bucket, finished, tmp_path)
+
+
+def assert_run_is_whole(bucket, finished, tmp_path):
+    """All is in S3 that an undisturbed run has on disk, and the second job saved it."""
     for kind in ("train", "eval"):
         assert losses(lines_of(bucket, kind)) == losses(lines(finished, kind))
-    assert (
-        "the last attempt ended (killed, without an outcome)"
-        in lines_of(bucket, "fault")[0]["reason"]
-    )
-    store, local = store_of(bucket, tmp_path), LocalStore(finished / "checkpoints")
+    store = store_of(bucket, tmp_path)
+    local = LocalStore(finished / "checkpoints")
     assert store.steps() == local.steps() == [3, 6]
     assert store.manifest(6).fence == 2
     for step in store.steps():
         for name in ("model.pt", "optimizer.pt"):
             assert store.manifest(step).files[name] == local.manifest(step).files[name]
         store.release(store.fetch(step))
-    exported = [
-        path.relative_to(finished).as_posix()
-        for path in (finished / "export").rglob("*")
-        if path.is_file()
-    ]
-    exported.remove("export/README.md")  # it says how long the run took
+    exported = contents(finished / "export")
+    del exported[finished / "export/README.md"]  # it says how long the run took
     assert bucket.get("run/export/README.md").startswith(b"---\nlibrary_name: transformers")
-    for name in exported:
-        assert bucket.get(f"run/{name}") == (finished / name).read_bytes()
+    for path, content in exported.items():
+        assert bucket.get(f"run/{path.relative_to(finished)}") == content
     outcome = json.loads(bucket.get("run/outcome.json"))
     assert (outcome["outcome"], outcome["step"], outcome["checkpoint"]) == ("done", 6, 6)
     assert b"step 6/6" in bucket.get("run/log/rank_0000.txt")
     assert json.loads(bucket.get("run/lease/00000002.json"))["released"]
-    files = {"config.yaml", "environment.json", "outcome.json", "samples.json"}
-    assert {key.split("/")[1] for key in bucket.keys("run/")} == files | {
-        "checkpoints",
-        "export",
-        "lease",
-        "log",
-        "metrics",
-        "model",
-    }
+    files = ["config.yaml", "environment.json", "outcome.json", "samples.json"]
+    folders = ["checkpoints", "export", "lease", "log", "metrics", "model"]
+    assert {key.split("/")[1] for key in bucket.keys("run/")} == {*files, *folders}
 
 
 def test_the_metrics_go_before_the_manifest(bucket, prepared, monkeypatch):
     """A machine that is killed after a commit takes no line with it that the checkpoint has seen."""
-    create, reached = S3Folder.create, {}
+    create = S3Folder.create
+    reached = {}
 
     def look_and_create(self, name, content):
         if name.endswith("manifest.json"):
@@ -188,7 +178,7 @@ def test_each_attempt_has_a_file_of_its_own_and_lines_of_a_killed_one_are_sent_l
     bucket, on_machine
 ):
     """On one machine, then on another, and on the first one again."""
-    in_s3 = open_folder(bucket.location("run"), bucket.config())
+    in_s3 = bucket.folder()
     first = opened(bucket)
     write_lines(first, [1, 2])
     first.mirror()

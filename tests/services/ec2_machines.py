@@ -35,7 +35,9 @@ exec /bin/sleep "$@"
 
 class Ec2Machines:
     def __init__(self, machines: Machines, folder: Path, stack: ExitStack) -> None:
-        self.machines, self.folder, self.stack = machines, folder, stack
+        self.machines = machines
+        self.folder = folder
+        self.stack = stack
         self.services: list[FakeIMDS] = []
         self.programs = folder / "programs"  # first in PATH
         self.programs.mkdir()
@@ -92,7 +94,8 @@ class Ec2Machines:
 
     def boot_again(self, number: int) -> None:
         """What cloud-init does at every later boot of a machine on which nothing runs."""
-        pid, scripts = self.machines.pids[number], "/var/lib/cloud/scripts/per-boot"
+        pid = self.machines.pids[number]
+        scripts = "/var/lib/cloud/scripts/per-boot"
         inside(pid, "sh", "-c", "umount /run; mount -t tmpfs tmpfs /run")
         self.boot(number, f'for each in {scripts}/*; do bash "$each"; done')
 

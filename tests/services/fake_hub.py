@@ -154,7 +154,8 @@ def error(status: int, code: str, message: str) -> Answer:
 def create(handler: Handler, body: bytes) -> Answer:
     handler.token(writes=True)
     asked = json.loads(body)
-    owner, kind = asked.get("organization") or USER, f"{asked.get('type', 'model')}s"
+    owner = asked.get("organization") or USER
+    kind = f"{asked.get('type', 'model')}s"
     if owner not in (USER, ORGANISATION):
         return Answer(
             403,

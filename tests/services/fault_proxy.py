@@ -66,7 +66,8 @@ class FaultProxy:
     """The proxy before a server at a port of this machine, at a free port."""
 
     def __init__(self, upstream_port: int, *, log: Path) -> None:
-        self.port, self.bucket = free_port(), ""
+        self.port = free_port()
+        self.bucket = ""
         self.endpoint = f"http://127.0.0.1:{self.port}"
         command = [
             sys.executable,
@@ -117,7 +118,9 @@ class Rule:
     """A fault with its counter and its random numbers."""
 
     def __init__(self, fault: Fault) -> None:
-        self.fault, self.fitted, self.random = fault, 0, random.Random(fault.seed)
+        self.fault = fault
+        self.fitted = 0
+        self.random = random.Random(fault.seed)
 
     def acts(self, request: Request) -> bool:
         if not re.search(self.fault.match, line_of(request)):
@@ -131,7 +134,8 @@ class Rule:
 class Proxy(HttpService):
     def __init__(self, port: int, upstream_port: int) -> None:
         super().__init__(Connection, ("127.0.0.1", port))
-        self.upstream_port, self.lock = upstream_port, threading.Lock()
+        self.upstream_port = upstream_port
+        self.lock = threading.Lock()
         self.rules: list[Rule] = []
         self.seen: list[Request] = []
         self.bucket = ""
@@ -152,7 +156,8 @@ class Proxy(HttpService):
         with self.lock:
             if method == "PUT":
                 given = json.loads(body)
-                self.rules, self.seen = [Rule(Fault(**fault)) for fault in given["faults"]], []
+                self.rules = [Rule(Fault(**fault)) for fault in given["faults"]]
+                self.seen = []
                 self.bucket = given["bucket"]
             return json.dumps([asdict(request) for request in self.seen]).encode()
 

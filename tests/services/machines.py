@@ -99,27 +99,20 @@ class Machines:
         """Start a torchrun with a rank on each machine, or on the first `count`. What they print goes to
         log.0, log.1, ...; `changes` are arguments for one machine alone.
         """
-        port, started = free_port(), []
-        for number, (pid, address) in enumerate(
-            zip(self.pids[:count], ADDRESSES[:count], strict=True)
-        ):
+        port = free_port()
+        started = []
+        for number in range(count):
             options = [f"--nnodes={count}", "--nproc-per-node=1", f"--max-restarts={restarts}"]
-            options.append(f"--local-addr={address}")
+            options.append(f"--local-addr={ADDRESSES[number]}")
             if rendezvous == "static":
-                options += [
-                    f"--node-rank={number}",
-                    f"--master-addr={ADDRESSES[0]}",
-                    f"--master-port={port}",
-                ]
+                options += [f"--node-rank={number}", f"--master-addr={ADDRESSES[0]}"]
+                options.append(f"--master-port={port}")
             else:
-                options += [
-                    "--rdzv-backend=c10d",
-                    "--rdzv-id=test",
-                    f"--rdzv-endpoint={ADDRESSES[0]}:{port}",
-                ]
-                options += [f"--rdzv-conf=is_host={int(number == 0)}"]
+                options += ["--rdzv-backend=c10d", "--rdzv-id=test"]
+                options.append(f"--rdzv-endpoint={ADDRESSES[0]}:{port}")
+                options.append(f"--rdzv-conf=is_host={int(number == 0)}")
             own = (changes or {}).get(number, [])
-            words = ["-c", ENTER, str(pid), TORCHRUN, *options]
+            words = ["-c", ENTER, str(self.pids[number]), TORCHRUN, *options]
             words += ["--start-method=fork", "--run-path", str(script), *arguments, *own]
             out = log.with_suffix(f".{number}")
             # each machine has one of its own
@@ -130,7 +123,8 @@ class Machines:
     @contextmanager
     def dead(self, number: int) -> Iterator[None]:
         """All that runs on one machine ends, and inside it says nothing to the others: no connection is closed."""
-        holder, way = self.pids[number], ("blackhole", ALL)
+        holder = self.pids[number]
+        way = ("blackhole", ALL)
         inside(holder, "ip", "route", "add", *way)
         self.kill_all(number)
         try:
@@ -146,7 +140,8 @@ class Machines:
 
     def running(self, number: int) -> list[int]:
         """What runs on a machine, without what holds it."""
-        holder, pids = self.pids[number], []
+        holder = self.pids[number]
+        pids = []
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has ended by now
                 if int(process.name) != holder and is_inside(process, holder):
@@ -210,7 +205,8 @@ def is_inside(process: Path, holder: int) -> bool:
 
 def has_own(pid: int) -> bool:
     """Whether a process has left this one's namespaces, and has become what it is to be there."""
-    theirs, own = Path(f"/proc/{pid}/ns"), Path("/proc/self/ns")
+    theirs = Path(f"/proc/{pid}/ns")
+    own = Path("/proc/self/ns")
     apart = all((theirs / kind).readlink() != (own / kind).readlink() for kind in KINDS)
     return apart and Path(f"/proc/{pid}/comm").read_text() == "sleep\n"
 

@@ -24,7 +24,8 @@ class Process:
     """A program that ends with `kill`, or with this interpreter in whatever way that ends."""
 
     def __init__(self, command: list[str], *, log: Path, cwd: Path | None = None) -> None:
-        self.name, self.log = command[0], log
+        self.name = command[0]
+        self.log = log
         with log.open("ab") as output:
             self.shell = subprocess.Popen(
                 ["sh", "-c", WATCHED, "sh", *command],

@@ -30,7 +30,8 @@ def relaying(listener: socket.socket, port: int) -> Iterator[str]:
     host, own_port = listener.getsockname()
     relay = Relay((host, 0), Forward, bind_and_activate=False)
     relay.socket.close()
-    relay.socket, relay.target = listener, ("127.0.0.1", port)
+    relay.socket = listener
+    relay.target = ("127.0.0.1", port)
     threading.Thread(target=relay.serve_forever, daemon=True).start()
     try:
         yield f"{host}:{own_port}"

@@ -82,10 +82,12 @@ def missing_programs() -> list[str]:
 class S3Server:
     """A gateway at a free port, over the store in `folder`, which is started if it is not there."""
 
-    key, secret = KEY, SECRET
+    key = KEY
+    secret = SECRET
 
     def __init__(self, folder: Path, *, ends_with_pid: int) -> None:
-        self.folder, self.port = folder, free_port()
+        self.folder = folder
+        self.port = free_port()
         self.endpoint = f"http://127.0.0.1:{self.port}"
         self.gateway: Process | None = None
         share_store(folder, ends_with_pid)
@@ -146,12 +148,12 @@ def main(folder: Path, pid: int) -> None:
 
 
 def start_store(folder: Path, processes: list[Process]) -> None:
-    fsid, osd, port = str(uuid.uuid4()), str(uuid.uuid4()), free_port()
-    monitor, keyring, monmap = (
-        f"v1:127.0.0.1:{port}",
-        str(folder / "keyring"),
-        str(folder / "monmap"),
-    )
+    fsid = str(uuid.uuid4())
+    osd = str(uuid.uuid4())
+    port = free_port()
+    monitor = f"v1:127.0.0.1:{port}"
+    keyring = str(folder / "keyring")
+    monmap = str(folder / "monmap")
     for name in ("mon", "osd", "rgw"):
         (folder / name).mkdir()
     (folder / "ceph.conf").write_text(SETTINGS.format(fsid=fsid, folder=folder, monitor=monitor))

@@ -104,7 +104,8 @@ class SlurmCluster:
     """Nodes n1, n2, ...; partitions `main`, the default, and `urgent`, whose jobs preempt those of `main`."""
 
     def __init__(self, folder: Path, *, num_nodes: int = 2) -> None:
-        self.folder, self.environment = folder, {"SLURM_CONF": str(folder / "slurm.conf")}
+        self.folder = folder
+        self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
         self.nodes = [f"n{number}" for number in range(1, num_nodes + 1)]
         self.processes: dict[str, Process] = {}
         self.boots = 0
@@ -167,7 +168,8 @@ class SlurmCluster:
     def start(self, node: str) -> None:
         """Boot a node that is lost. Slurm takes a second or two to notice: see `wait_for_nodes`."""
         self.boots += 1  # its card of an earlier boot may be there for some milliseconds more
-        card, switch = f"{node}-{self.boots}", str(self.processes["switch"].shell.pid)
+        card = f"{node}-{self.boots}"
+        switch = str(self.processes["switch"].shell.pid)
         hardware = f"02:00:00:00:00:{self.nodes.index(node):02x}"  # always the same: others remember it by its address
         words = [node, str(self.folder), self.address_of(node), hardware, card, switch]
         self.begin(node, *ISOLATED, "sh", "-ec", BOOT, "sh", *words)

@@ -62,7 +62,8 @@ def test_a_folder_that_somebody_removes_during_a_listing_is_left_out(tmp_path):
 
 
 def test_only_temporaries_of_the_name_are_removed(tmp_path):
-    mine, other = temporary_for(tmp_path / "a"), temporary_for(tmp_path / "b")
+    mine = temporary_for(tmp_path / "a")
+    other = temporary_for(tmp_path / "b")
     mine.mkdir()
     fill(mine)
     for path in (other, tmp_path / ".a.tmp-mine", tmp_path / "a"):
@@ -139,7 +140,9 @@ def test_a_process_is_gone_only_if_this_machine_knows_it():
 
 def test_a_file_that_its_writer_replaces_while_it_is_opened_is_read(tmp_path, monkeypatch):
     """As the status of an attempt, which its supervisor writes again."""
-    path, usual, replaced = tmp_path / "a.json", os.open, []
+    path = tmp_path / "a.json"
+    usual = os.open
+    replaced = []
     path.write_bytes(b"old")
 
     def slow(name, *given, **named):

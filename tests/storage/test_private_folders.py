@@ -200,7 +200,8 @@ def test_neurons_graphs_lie_below_our_cache(home):
 
 
 def test_what_holds_texts_is_made_for_this_user_and_stays_as_the_user_changes_it(home):
-    run, output = home / "runs/run", home / "data"
+    run = home / "runs/run"
+    output = home / "data"
     for wanted in (0o700, 0o750):
         LocalFolder(run).write("log/rank_0000.txt", b"")
         make_folder(output)
@@ -214,7 +215,8 @@ def test_what_holds_texts_is_made_for_this_user_and_stays_as_the_user_changes_it
 @pytest.mark.parametrize("planted", ["", "link", "file"])
 def test_the_output_of_a_slurm_job_goes_where_no_other_user_can_have_put_a_file(tmp_path, planted):
     """On a node that shares no folder with the machine that submits. The name was /tmp/NAME-JOBID-job.txt."""
-    ours, theirs = tmp_path / f"baretrain-{os.getuid()}", tmp_path / "theirs"
+    ours = tmp_path / f"baretrain-{os.getuid()}"
+    theirs = tmp_path / "theirs"
     theirs.mkdir()
     if planted:
         ours.symlink_to(theirs) if planted == "link" else ours.touch()
@@ -228,7 +230,8 @@ def test_the_output_of_a_slurm_job_goes_where_no_other_user_can_have_put_a_file(
             stdout=subprocess.DEVNULL,
             check=True,
         )
-    logs, said = list(tmp_path.glob("*/job_7.txt")), "-m launch.slurm.batch runs/x\n"
+    logs = list(tmp_path.glob("*/job_7.txt"))
+    said = "-m launch.slurm.batch runs/x\n"
     assert [log.read_text() for log in logs] == ([said, said] if planted else [said * 2])
     assert {mode(log.parent) for log in logs} == {0o700} and not any(theirs.iterdir())
 

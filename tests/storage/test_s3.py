@@ -35,7 +35,7 @@ def folder(request, kind, tmp_path):
 
 
 def in_s3(bucket, prefix="runs/data", **changes):
-    return open_folder(bucket.location(prefix), bucket.config(**changes))
+    return bucket.folder(prefix, **changes)
 
 
 # ---- what both do alike ---------------------------------------------------------------------------------------------
@@ -246,7 +246,8 @@ def test_a_byte_that_changed_on_the_way_is_noticed(bucket):
 
 def test_a_body_that_is_damaged_on_the_way_up_is_rejected(bucket):
     """Encrypted connections notice it themselves."""
-    folder, content = in_s3(bucket), os.urandom(20 * MIB)
+    folder = in_s3(bucket)
+    content = os.urandom(20 * MIB)
     bucket.proxy.set(Fault("damage", match="^PUT"))
     for act in (folder.write, folder.create):
         rejects("S3 answers 400 XAmzContentSHA256Mismatch", act, "a", content, error=Unreachable)
@@ -377,7 +378,8 @@ def test_a_missing_permission_is_named(bucket, monkeypatch):
 
 def test_credentials_renewed_in_a_file_are_taken_up(bucket, monkeypatch, tmp_path):
     """boto3 reads the file once. Whatever comes first, and several threads at once."""
-    file, server = tmp_path / "credentials", bucket.service.server
+    file = tmp_path / "credentials"
+    server = bucket.service.server
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)

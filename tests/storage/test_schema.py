@@ -54,7 +54,8 @@ def test_no_accepted_name_leads_out_of_its_folder(name):
 
 @pytest.mark.parametrize("name", ["../out.txt", "/tmp/out.txt", "a/../../out.txt"])
 def test_a_local_folder_neither_reads_nor_writes_nor_removes_beside_itself(tmp_path, name):
-    folder, victim = LocalFolder(tmp_path / "in" / "deep"), tmp_path / "out.txt"
+    folder = LocalFolder(tmp_path / "in" / "deep")
+    victim = tmp_path / "out.txt"
     folder.path.mkdir(parents=True)
     writes = (lambda it: folder.write(it, b"x"), lambda it: folder.create(it, b"x"))
     for act in (folder.read, folder.size, folder.remove, *writes):

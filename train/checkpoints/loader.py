@@ -50,7 +50,8 @@ def newest_valid(
 
     Raises NoneValid, without changing anything, if checkpoints exist but none is valid.
     """
-    world, faults = world or World(), dict[int, str]()
+    world = world or World()
+    faults = dict[int, str]()
     while (
         manifest := world.run_on_rank0(lambda: newest_whole(store, faults), on_wait)
     ) is not None:
@@ -155,14 +156,17 @@ def restore(path: Path, manifest: Manifest, engine: Engine, backend: Backend) ->
     """Load this rank's part of a step that was fetched to `path`. Returns what each rank saved as `own`."""
     world = backend.world
     with world.stagger_local_ranks(), fitting(path):
-        engine.load(read_weights(path, manifest), read_optimizer(path, manifest))
-        ranks = read(path / "ranks.pt")["ranks"]
+        weights = read_weights(path, manifest)
+        engine.load(weights, read_optimizer(path, manifest))
+        ranks: list[State] = read(path / "ranks.pt")["ranks"]
         if not isinstance(ranks, list) or len(ranks) != manifest.world_size:
             raise BadContent(f"ranks.pt does not have the state of {manifest.world_size} ranks")
         if manifest.world_size == world.size:
             backend.set_rng_state(ranks[world.rank]["rng"])
-        # The random states are left out: they may be memory-mapped from the file, which is removed later.
-        return [{name: value for name, value in own.items() if name != "rng"} for own in ranks]
+        for own in ranks:
+            # It may be memory-mapped from the file, which is removed later.
+            own.pop("rng", None)
+        return ranks
 
 
 @contextmanager
@@ -204,9 +208,10 @@ def read_optimizer(folder: Path, manifest: Manifest) -> State:
         for number, tensors in content["state"].items():
             by_number.setdefault(number, {})[name] = tensors
     state = {number: Tensors(parts) for number, parts in sorted(by_number.items())}
-    lacking = {
-        number for group in first["param_groups"] for number in group["params"]
-    } - state.keys()
+    lacking = set[Any]()
+    for group in first["param_groups"]:
+        lacking.update(group["params"])
+    lacking -= state.keys()
     # a single file may lack moments, since not every optimizer has moments
     if others and lacking:
         raise BadContent(f"{', '.join(contents)}: no moments of parameter {shown(min(lacking))}")

@@ -84,7 +84,9 @@ class Progress:
         self.evals_since_best += 1
         if is_better:
             self.evals_since_best = 0
-            self.best_metric, self.best_loss, self.best_step = metric, score, self.step
+            self.best_metric = metric
+            self.best_loss = score
+            self.best_step = self.step
         return is_better
 
 
@@ -116,13 +118,8 @@ class Manifest:
 
     def files_of(self, content: str) -> list[FileName]:
         """Return the names of the "model" or "optimizer" files. Rank 0's is first, even if the manifest lacks it."""
-        first = file_name(content, 0)
-        return [
-            first,
-            *sorted(
-                name for name in self.files if rank_of(name) and name.startswith(f"{content}_")
-            ),
-        ]
+        others = [name for name in self.files if rank_of(name) and name.startswith(f"{content}_")]
+        return [file_name(content, 0), *sorted(others)]
 
     def to_json(self) -> bytes:
         content = {"format": FORMAT, **asdict(self), "folder": self.folder or ""}
@@ -155,11 +152,11 @@ def chosen_at(step: int, manifests: Mapping[int, Manifest]) -> dict[str, Any]:
 
     A step that was evaluated after it was saved is described by later checkpoints.
     """
-    known = (
-        manifest.progress.get("chosen", {}).get(str(step))
-        for _, manifest in sorted(manifests.items())
-    )
-    return next(filter(None, known), {})
+    for _, manifest in sorted(manifests.items()):
+        chosen: dict[str, Any] = manifest.progress.get("chosen", {}).get(str(step))
+        if chosen:
+            return chosen
+    return {}
 
 
 def file_name(content: str, rank: int) -> FileName:

@@ -22,10 +22,7 @@ def retention(store: Store, keep: int) -> dict[int, str | None]:
     The newest `keep` steps are kept (0: all steps), and so are damaged steps, since somebody may repair them.
     """
     steps = store.steps()
-    if keep:
-        newest = steps[-keep:]
-    else:
-        newest = steps
+    newest = steps[-keep:]  # all of them if `keep` is 0
     reasons: dict[int, str | None] = dict.fromkeys(steps)
     if newest != steps:
         manifests, damaged = store.look_at_all()
@@ -45,7 +42,8 @@ def best(manifests: dict[int, Manifest]) -> int | None:
     if not manifests:
         return None
     newest = manifests[max(manifests)]
-    known, name = newest.progress.get("best_step"), newest.settings.get("best.metric")
+    known = newest.progress.get("best_step")
+    name = newest.settings.get("best.metric")
     if known in manifests and manifests[known].metric is None:
         return int(known)
     scores = {

@@ -78,8 +78,13 @@ class AsyncSaver:
         folder: RunFolder,
     ) -> None:
         """Create a saver. `draft` has the fields that all manifests of this attempt share."""
-        self.store, self.draft, self.folder, self.max_wait_s = store, draft, folder, MAX_WAIT_S
-        self.engine, self.backend, self.world = engine, backend, backend.world
+        self.store = store
+        self.draft = draft
+        self.folder = folder
+        self.max_wait_s = MAX_WAIT_S
+        self.engine = engine
+        self.backend = backend
+        self.world = backend.world
         self.staging = Staging()
         self.keep = cfg.keep
         # the ranks whose threads write, set by the first call of `join`
@@ -136,10 +141,11 @@ class AsyncSaver:
     def join(self, part: State) -> World:
         """Return the ranks whose threads write: all ranks, or rank 0 alone if no other rank has a part of the state."""
         if self.writers is None:
-            is_split = self.world.sum([self.world.rank != 0 and bool(part)])[0] > 0
-            self.writers = self.world.beside(
-                self.backend.subgroup(list(range(self.world.size))) if is_split else None
-            )
+            has_part = self.world.rank != 0 and bool(part)
+            group = None
+            if self.world.sum([has_part])[0] > 0:
+                group = self.backend.subgroup(list(range(self.world.size)))
+            self.writers = self.world.beside(group)
         return self.writers
 
     def wait(self, on_wait: Callable[[], None] = no_wait) -> None:
@@ -170,11 +176,13 @@ class AsyncSaver:
 
     def collect(self) -> None:
         if self.pending is not None and self.pending.done():
-            saved, self.pending = self.pending.result(), None
+            saved = self.pending.result()
+            self.pending = None
             if saved is None:
                 return
             if saved.num_bytes:
-                self.newest, self.save_s = saved.step, saved.save_s
+                self.newest = saved.step
+                self.save_s = saved.save_s
             if saved.failure is None:
                 self.failures = []
                 self.worked_s = time.monotonic()
@@ -185,16 +193,18 @@ class AsyncSaver:
     def take(self) -> list[Saved]:
         """Return the results of the saves that ended since the last call."""
         self.collect()
-        results, self.results = self.results, []
+        results = self.results
+        self.results = []
         return results
 
     @property
     def failure(self) -> SavesFail | None:
         """The error that must end the run; None unless several saves failed in a row, over some time."""
-        if len(self.failures) < MAX_FAILURES or time.monotonic() < self.worked_s + FAILING_S:
+        number = len(self.failures)
+        if number < MAX_FAILURES or time.monotonic() < self.worked_s + FAILING_S:
             return None
-        text = f"{len(self.failures)} saves in a row failed, the last: {self.failures[-1]}"
-        return SavesFail(f"{text}; {self.newest_text}")
+        last = self.failures[-1]
+        return SavesFail(f"{number} saves in a row failed, the last: {last}; {self.newest_text}")
 
     @property
     def newest_text(self) -> str:
@@ -353,7 +363,9 @@ class Hashing:
     """A file that computes the checksum of the bytes as they are written, not as the disk stores them."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self.file, self.digest, self.num_bytes = file, hashlib.sha256(), 0
+        self.file = file
+        self.digest = hashlib.sha256()
+        self.num_bytes = 0
         self.failure: OSError | None = None  # why the disk could not write
 
     def write(self, content: bytes | memoryview) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
@@ -31,17 +30,21 @@ class Staging:
         """Return the state with its tensors copied to the host. Waits for the device."""
         tensors = self.laid_out(state, backend)
         backend.copy_to_host([tensor.detach() for tensor in tensors], self.buffers)
-        copies = dict(zip(map(id, tensors), self.buffers, strict=True))
+        copies = {}
+        for tensor, buffer in zip(tensors, self.buffers, strict=True):
+            copies[id(tensor)] = buffer
         return tree_map_only(Tensor, lambda tensor: copies[id(tensor)], state)
 
     def laid_out(self, state: State, backend: Backend) -> list[Tensor]:
         """Return the state's tensors, after allocating a buffer for each if needed. Tied weights share a buffer."""
         tensors = list({id(tensor): tensor for _, tensor in named(state)}.values())
-        if [(each.shape, each.dtype) for each in self.buffers] != [
-            (each.shape, each.dtype) for each in tensors
-        ]:
+        if list(map(form_of, self.buffers)) != list(map(form_of, tensors)):
             self.buffers = buffers_like(tensors, page_locked=backend.pin_memory)
         return tensors
+
+
+def form_of(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
 
 
 def buffers_like(tensors: list[Tensor], *, page_locked: bool) -> list[Tensor]:
@@ -53,10 +56,12 @@ def buffers_like(tensors: list[Tensor], *, page_locked: bool) -> list[Tensor]:
     memory = torch.empty(sum(sizes), dtype=torch.uint8)
     if page_locked:
         lock_pages(memory)
-    starts = accumulate(sizes[:-1], initial=0)
-    return [
-        buffer_like(tensor, memory, start) for tensor, start in zip(tensors, starts, strict=True)
-    ]
+    buffers = []
+    start = 0
+    for tensor, size in zip(tensors, sizes, strict=True):
+        buffers.append(buffer_like(tensor, memory, start))
+        start += size
+    return buffers
 
 
 def buffer_like(tensor: Tensor, memory: Tensor, start: int) -> Tensor:
@@ -98,11 +103,13 @@ def named(value: Any, prefix: str = "") -> list[tuple[str, Tensor]]:
         items = enumerate(value)
     else:
         items = ()
-    return [
-        pair
-        for key, item in items
-        for pair in named(item, f"{prefix}.{key}" if prefix else str(key))
-    ]
+    found = []
+    for key, item in items:
+        name = str(key)
+        if prefix:
+            name = f"{prefix}.{key}"
+        found += named(item, name)
+    return found
 
 
 def num_bytes_of(state: Any) -> int:

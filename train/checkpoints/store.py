@@ -122,7 +122,8 @@ class Store(Protocol):
 
 class LocalStore(Store):
     def __init__(self, path: Path) -> None:
-        self.path, self.location = path, str(path)
+        self.path = path
+        self.location = str(path)
 
     def steps(self) -> list[int]:
         if self.path.is_dir():

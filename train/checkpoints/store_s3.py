@@ -63,8 +63,9 @@ class S3Store(Store):
         """Return the objects of each step, by their names relative to the step."""
         steps: dict[int, dict[str, Head]] = {}
         for name, item in self.folder.listing(PREFIX + prefix).items():
-            head, _, below = name.removeprefix(PREFIX).partition("/")
-            if (step := step_of(head)) is not None and head == step_name(step):
+            folder, _, below = name.removeprefix(PREFIX).partition("/")
+            step = step_of(folder)
+            if step is not None and folder == step_name(step):
                 steps.setdefault(step, {})[below] = item
         return steps
 
@@ -74,7 +75,8 @@ class S3Store(Store):
     def quarantined(self) -> list[str]:
         names = []
         for step, objects in self.objects().items():
-            names += [f"{step_name(step)}/{name}" for name in objects if in_quarantine(name)]
+            for name in filter(in_quarantine, objects):
+                names.append(f"{step_name(step)}/{name}")
         return names
 
     @read_again
@@ -87,8 +89,10 @@ class S3Store(Store):
     def look(self, step: int) -> Manifest:
         objects = self.objects(f"{step_name(step)}/").get(step, {})
         manifest = self.manifest(step)
-        names = {name: below(manifest, name) for name in manifest.files}
-        sizes = {name: objects[at].size for name, at in names.items() if at in objects}
+        sizes = {}
+        for name in manifest.files:
+            found = objects.get(below(manifest, name))
+            sizes[name] = found and found.size
         compare_sizes(manifest, sizes)
         return manifest
 
@@ -165,9 +169,10 @@ class S3Store(Store):
             )
 
     def quarantine(self, step: int, why: str) -> str:
+        manifest = self.key(step, FILE)
         target = f"manifest.{why}-{uuid.uuid4().hex[:8]}.json"
-        self.folder.write(self.key(step, target), self.folder.read(self.key(step, FILE)))
-        self.folder.remove(self.key(step, FILE))
+        self.folder.write(self.key(step, target), self.folder.read(manifest))
+        self.folder.remove(manifest)
         return f"{step_name(step)}/{target}"
 
     def remove(self, step: int) -> None:

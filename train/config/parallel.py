@@ -34,11 +34,6 @@ class ParallelConfig(Section, prefix="parallel."):
         return 1
 
     @property
-    def num_stages(self) -> int:
-        """The number of pipeline stages; ranks with the same rank % num_stages hold the same stage."""
-        return 1
-
-    @property
     def bubble(self) -> float:
         """The minimum share of forward and backward time that a rank spends waiting for other stages."""
         return 0.0
@@ -162,10 +157,6 @@ class PipelineConfig(ParallelConfig):
     @property
     def num_parts(self) -> int:
         return self.stages * (PARTS_PER_RANK if self.schedule == "interleaved" else 1)
-
-    @property
-    def num_stages(self) -> int:
-        return self.stages
 
     @property
     def bubble(self) -> float:

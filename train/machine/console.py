@@ -71,9 +71,9 @@ def secrets() -> tuple[tuple[str, str], ...]:
     found = dict[str, str]()
     for name, value in os.environ.items():
         if SECRETS.fullmatch(name) and len(value) >= SHORTEST_SECRET:
-            found |= dict.fromkeys(
-                (value, ascii(value)[1:-1], quote(value, safe="", errors="replace")), name
-            )
+            in_code = ascii(value)[1:-1]
+            in_url = quote(value, safe="", errors="replace")
+            found |= dict.fromkeys((value, in_code, in_url), name)
     # a secret may be a part of another
     return tuple(sorted(found.items(), key=lambda item: -len(item[0])))
 
@@ -97,7 +97,8 @@ class Console:
     """
 
     def __init__(self, stream: TextIO, *, drops: bool) -> None:
-        self.stream, self.drops = stream, drops
+        self.stream = stream
+        self.drops = drops
 
     def write(self, text: str) -> int:
         start = CURSOR.match(text).end()  # type: ignore[union-attr]
@@ -161,7 +162,8 @@ def note(*lines: object) -> None:
 def without_stdout() -> Iterator[None]:
     """Drop everything that this process prints to standard output in the block, from any thread or C++ library."""
     sys.stdout.flush()
-    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    kept = os.dup(1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     try:
         yield

@@ -41,10 +41,12 @@ def filesystem(path: str | Path) -> str:
 
 def mounts() -> Iterator[tuple[Path, str, str]]:
     """Yield the mount point, type and source of each file system (see proc(5)). Names may contain any bytes."""
-    for line in filter(None, os.fsdecode(MOUNTINFO.read_bytes()).split("\n")):
+    lines = os.fsdecode(MOUNTINFO.read_bytes()).split("\n")
+    for line in filter(None, lines):
         left, _, right = line.partition(" - ")
+        coded = left.split(" ")[4]
         # \040 is a space
-        point = re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), left.split(" ")[4])
+        point = re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), coded)
         type_, source = right.split(" ")[:2]
         yield Path(point), type_, source
 
@@ -124,9 +126,13 @@ def nvidia_gpus(bus: Path = Path("/sys/bus/pci/devices")) -> list[str]:
     """Return the PCI addresses of NVIDIA GPUs (vendor 10de, class 03: display or 3D), with or without a driver."""
     gpus = []
     for device in sorted(bus.glob("*")):
-        vendor, kind = device / "vendor", device / "class"
-        if vendor.is_file() and kind.is_file() and vendor.read_text().strip() == "0x10de":
-            gpus += [device.name] if kind.read_text().startswith("0x03") else []
+        vendor = device / "vendor"
+        kind = device / "class"
+        if not (vendor.is_file() and kind.is_file()):
+            continue
+        is_nvidias = vendor.read_text().strip() == "0x10de"
+        if is_nvidias and kind.read_text().startswith("0x03"):
+            gpus.append(device.name)
     return gpus
 
 

@@ -128,7 +128,8 @@ def check_launch(instance: InstanceConfig, launch: Launched) -> None:
     The valid numbers of ranks on trn1 are from the Neuron SDK guide "torch-neuron-envvars". With other numbers, ranks
     hang or are rejected by the runtime.
     """
-    world, local = launch.world_size, launch.local_world_size
+    world = launch.world_size
+    local = launch.local_world_size
     check(
         launch.is_distributed or not launch.tasks,
         f"several processes were started without torchrun ({launch.tasks}): each would train alone; start one torchrun "

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import psutil
 
-CGROUPS, PROC = Path("/sys/fs/cgroup"), Path("/proc")
+CGROUPS = Path("/sys/fs/cgroup")
+PROC = Path("/proc")
 
 
 def own_peak_bytes() -> int:
@@ -35,14 +36,20 @@ def available_bytes() -> int:
         file = folder / "memory.stat"
         stat = file.read_text() if file.is_file() else ""
         dropped = re.search(r"^inactive_file (\d+)", stat, re.MULTILINE)
-        free.append(max(0, limit - max(0, used - int(dropped[1] if dropped else 0))))
+        if dropped:
+            used = max(0, used - int(dropped[1]))
+        free.append(max(0, limit - used))
     return min(free)
 
 
 def memory_limits() -> list[tuple[Path, int]]:
     """Return the cgroups that limit this process's memory, with their limits in bytes."""
-    limits = ((folder, read_number(folder / "memory.max")) for folder in cgroup_folders())
-    return [(folder, limit) for folder, limit in limits if limit is not None]
+    limits = []
+    for folder in cgroup_folders():
+        limit = read_number(folder / "memory.max")
+        if limit is not None:
+            limits.append((folder, limit))
+    return limits
 
 
 def usable_cpus() -> int:
@@ -88,9 +95,11 @@ def read_number(path: Path) -> int | None:
 
 def find_oom_counter() -> Path | None:
     """Return the file that counts OOM kills in this process's cgroup, or on the machine; None without such a file."""
-    paths = (folder / "memory.events" for folder in cgroup_folders())
-    files = (path for path in (*paths, PROC / "vmstat") if path.is_file())
-    return next((path for path in files if "oom_kill " in path.read_text()), None)
+    of_groups = [folder / "memory.events" for folder in cgroup_folders()]
+    for path in (*of_groups, PROC / "vmstat"):
+        if path.is_file() and "oom_kill " in path.read_text():
+            return path
+    return None
 
 
 def count_oom_kills(counter: Path | None) -> int:

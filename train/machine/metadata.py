@@ -17,12 +17,14 @@ RENEWS_S = 300  # how long before its end a token is renewed
 
 class Metadata:
     def __init__(self, endpoint: str) -> None:
-        self.endpoint, self.url = endpoint, urlsplit(endpoint)
+        self.endpoint = endpoint
+        self.url = urlsplit(endpoint)
         check(
             self.url.scheme == "http" and self.url.hostname is not None,
             f"AWS_EC2_METADATA_SERVICE_ENDPOINT={endpoint} must be a URL like {ENDPOINTS['ipv4']}",
         )
-        self.token, self.renew_at_s = "", 0.0
+        self.token = ""
+        self.renew_at_s = 0.0
 
     def get(self, path: str) -> str | None:
         """Return the text of a category under /latest/meta-data/; None if the category does not exist.
@@ -56,7 +58,8 @@ class Metadata:
             raise TimeoutError(f"no token within {TIMEOUT_S:g} s ({hint})") from error
         if status != 200:
             raise OSError(f"the request for a token failed with status {status}")
-        self.token, self.renew_at_s = body.decode("ascii"), asked_s + TOKEN_S - RENEWS_S
+        self.token = body.decode("ascii")
+        self.renew_at_s = asked_s + TOKEN_S - RENEWS_S
 
     def request(self, method: str, path: str, headers: dict[str, str]) -> tuple[int, bytes]:
         connection = HTTPConnection(self.url.hostname or "", self.url.port, timeout=TIMEOUT_S)

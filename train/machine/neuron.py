@@ -37,9 +37,11 @@ BAD_VARIABLES = {
 
 def with_flags(flags: str, wanted: Iterable[str]) -> str:
     """Append the `wanted` options to NEURON_CC_FLAGS, except options that the user already gave."""
-    given = {word.strip("\"'").split("=")[0] for word in flags.split()}
-    missing = [flag for flag in wanted if flag.split("=")[0] not in given]
-    return " ".join([flags, *missing]).strip()
+    given = {word.strip("\"'").partition("=")[0] for word in flags.split()}
+    for flag in wanted:
+        if flag.partition("=")[0] not in given:
+            flags = f"{flags} {flag}"
+    return flags.strip()
 
 
 def cache_location(environ: Mapping[str, str]) -> str:

@@ -42,9 +42,8 @@ def read_process(pid: int) -> Process | None:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    fields = text.rpartition(")")[
-        2
-    ].split()  # the process's name, before the last ")", may contain anything
+    # the process's name, before the last ")", may contain anything
+    fields = text.rpartition(")")[2].split()
     return Process(state=fields[0], started=int(fields[19]))
 
 
@@ -102,17 +101,16 @@ def start(
     command: Sequence[str], *, env: Mapping[str, str], output: IO[bytes] | int | None = None
 ) -> subprocess.Popen[bytes]:
     """Start a command that gets SIGTERM when this process ends, however it ends. Call this from the main thread."""
-    stderr, ending = (
-        None if output is None else subprocess.STDOUT,
-        partial(end_with_parent, os.getpid()),
-    )
+    stderr = None if output is None else subprocess.STDOUT
+    ending = partial(end_with_parent, os.getpid())
     return subprocess.Popen(command, env=env, stdout=output, stderr=stderr, preexec_fn=ending)
 
 
 def with_this_code(environ: Mapping[str, str]) -> dict[str, str]:
     """Return an environment in which Python processes run this code, whatever the working folder contains."""
-    root = str(Path(__file__).parent.parent.parent)
-    path = os.pathsep.join(filter(None, [root, environ.get("PYTHONPATH")]))
+    path = str(Path(__file__).parent.parent.parent)
+    if environ.get("PYTHONPATH"):
+        path += f"{os.pathsep}{environ['PYTHONPATH']}"
     return {"PYTHONSAFEPATH": "1", **outside_ranks(environ), "PYTHONPATH": path}
 
 

@@ -10,7 +10,8 @@ USUAL = gc.get_threshold()
 RARE = 100_000  # new objects between collections; 0 would disable them, but preparing a task's data may leave garbage
 
 # malloc.h
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
 MOST_KEPT = 2**30  # bytes of a block
 
 

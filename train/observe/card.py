@@ -63,16 +63,20 @@ def write(folder: RunFolder) -> Path:
     """Write the card next to the exported model, in this machine's copy of the run folder."""
     folder.ownership.check()
     if folder.is_remote and folder.folder.size("evaluation.json") is not None:
-        write_atomic(folder.path / "evaluation.json", folder.folder.read("evaluation.json"))
+        evaluation = folder.folder.read("evaluation.json")
+        write_atomic(folder.path / "evaluation.json", evaluation)
     folder.export.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder.export / NAME, card(folder.path, Path(folder.location).name).encode())
+    text = card(folder.path, Path(folder.location).name)
+    write_atomic(folder.export / NAME, text.encode())
     return folder.export / NAME
 
 
 def card(path: Path, name: str) -> str:
     """Return the card, titled `name`, of the run in the folder `path`. Raises InputError if it is not a run folder."""
     run = read_run(path)
-    records, figures, task = run.records or Records(), facts(run, run), task_of(run)
+    records = run.records or Records()
+    figures = facts(run, run)
+    task = task_of(run)
     values = {
         "metadata": metadata(run, records, name),
         "name": name,
@@ -106,9 +110,10 @@ def card(path: Path, name: str) -> str:
 
 def code(run: Run, task: TaskSpec) -> str:
     """Return Python code that uses the model."""
-    location, example = hub_id(run, "hub.push_to") or HERE, task.example
+    location = hub_id(run, "hub.push_to") or HERE
     if task.code:
         return task.code.replace("{model}", location)
+    example = task.example
     if run.config.get("data.columns.text_pair"):
         example = example.replace('"A text."', '{"text": "A text.", "text_pair": "Another text."}')
     call = f'pipe = pipeline("{task.pipeline}", model="{location}")\npipe({example})'
@@ -127,7 +132,8 @@ def metadata(run: Run, records: Records, name: str) -> str:
     """Return the YAML header that the Hub reads: huggingface_hub's ModelCardData, including results (model-index)."""
     from huggingface_hub import EvalResult, ModelCardData
 
-    dataset, task = public_name(run, "data.path"), task_of(run)
+    dataset = public_name(run, "data.path")
+    task = task_of(run)
     pipeline = task.pipeline if task else None
     evaluated = [
         EvalResult(
@@ -160,9 +166,11 @@ def exported_scores(run: Run, records: Records) -> Iterator[tuple[str, str, floa
     others = [name for name in splits_of(records.evaluation) if name != "validation"]
     for name, points in run.summary["scores"].items():
         value, _ = points.get("exported", (None, 0))
-        if value is not None:
-            split = next((each for each in others if name.startswith(f"{each}_")), "validation")
-            yield split, name.removeprefix(f"{split}_"), value
+        if value is None:
+            continue
+        of_others = [each for each in others if name.startswith(f"{each}_")]
+        split = next(iter(of_others), "validation")
+        yield split, name.removeprefix(f"{split}_"), value
 
 
 # ---- names that may be published -----------------------------------------------------------------------------------
@@ -205,16 +213,26 @@ def scores_table(run: Run) -> list[list[str]]:
         return []
     rows = [["Validation", *COLUMNS]]
     for name, points in run.summary["scores"].items():
-        values = [at_step(*points[which]) if which in points else "unknown" for which in COLUMNS]
-        rows.append([name.replace("_", " "), *values])
+        row = [name.replace("_", " ")]
+        for which in COLUMNS:
+            shown = "unknown"
+            if which in points:
+                shown = at_step(*points[which])
+            row.append(shown)
+        rows.append(row)
     return rows
 
 
 def settings(run: Run, figures: dict[str, str]) -> Iterator[tuple[str, str]]:
-    known, task = {**run.config, **run.environment, **exported_settings(run)}, task_of(run)
+    known = {**run.config, **run.environment, **exported_settings(run)}
     yield "Epochs", count(last(run.train.epoch))
-    yield from ((label, figures[label]) for label in TRAINED)
-    for label, key in [*SETTINGS, *(task.card_settings if task else ())]:
+    for label in TRAINED:
+        yield label, figures[label]
+    wanted = list(SETTINGS)
+    task = task_of(run)
+    if task is not None:
+        wanted += task.card_settings
+    for label, key in wanted:
         value = known.get(key)
         if value not in (None, False, 0, []):
             yield label, str(value).strip("[]")

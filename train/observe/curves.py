@@ -62,8 +62,10 @@ class Curves:
 
     def add(self, scalars: Mapping[str, float], *, step: int, time_unix_s: float) -> None:
         """Write the scalars of one step, by tag."""
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
-        self._write(Event(wall_time=time_unix_s, step=step, summary=Summary(value=values)))
+        summary = Summary()
+        for tag, value in scalars.items():
+            summary.value.add(tag=tag, simple_value=value)
+        self._write(Event(wall_time=time_unix_s, step=step, summary=summary))
 
     def _write(self, event: Event) -> None:
         content = event.SerializeToString()

@@ -43,8 +43,11 @@ class Journal:
         self, folder: RunFolder, *, first_step: int, tensorboard: bool, to: Sequence[Tracker] = ()
     ) -> None:
         folder.cut_half_written_line()
-        self.folder, self.first_step, self.tensorboard = folder, first_step, tensorboard
-        self.trackers, self.reason = to, ""
+        self.folder = folder
+        self.first_step = first_step
+        self.tensorboard = tensorboard
+        self.trackers = to
+        self.reason = ""  # why the run ended
         newest = next(read_back(folder.local), None)
         self.attempt = 1
         self.owes_summary = False
@@ -54,7 +57,9 @@ class Journal:
         folder.metrics.touch()
         self.curves: Curves | None = None
         self.waiting: deque[tuple[dict[str, Any], Callable[[], None]]] = deque()
-        self.has_lines, self.writing, self.is_closed = threading.Event(), threading.Lock(), False
+        self.has_lines = threading.Event()
+        self.writing = threading.Lock()
+        self.is_closed = False
         self.thread = threading.Thread(target=self._write_beside, name="journal", daemon=True)
 
     @cached_property
@@ -152,17 +157,19 @@ class Journal:
 
 def encoded(line: dict[str, Any]) -> bytes:
     """Return a line as JSON. NaN and infinity, which JSON lacks, become null."""
-    unknown = [
-        key for key, value in line.items() if isinstance(value, float) and not math.isfinite(value)
-    ]
-    return json.dumps({**line, **dict.fromkeys(unknown)}).encode() + b"\n"
+    known: dict[str, Any] = {}
+    for key, value in line.items():
+        is_number = not isinstance(value, float) or math.isfinite(value)
+        known[key] = value if is_number else None
+    return json.dumps(known).encode() + b"\n"
 
 
 class RunConsole:
     """Log lines on training and evaluations, and a progress bar if the output is a terminal."""
 
     def __init__(self, *, step: int, total_steps: int, is_first_rank: bool) -> None:
-        self.total_steps, self.width = total_steps, len(str(total_steps))
+        self.total_steps = total_steps
+        self.width = len(str(total_steps))
         self.bar = tqdm(
             total=total_steps,
             initial=step,
@@ -174,9 +181,13 @@ class RunConsole:
         self.due_s = 0.0  # of this attempt's seconds in steps: when the next line is due
 
     def train(self, line: dict[str, Any]) -> None:
-        step, spent_s = line["step"], line["train_s"]
+        step = line["step"]
+        spent_s = line["train_s"]
         left_s = (self.total_steps - step) * line["step_s"]
-        shown = {"loss": f"{line['loss']:.3f}", "tokens/s": f"{line['tokens_per_s']:,.0f}"}
+        shown = {
+            "loss": f"{line['loss']:.3f}",
+            "tokens/s": f"{line['tokens_per_s']:,.0f}",
+        }
         if "mfu" in line:
             shown["mfu"] = f"{line['mfu']:.1%}"
         self.bar.set_postfix(shown, refresh=False)
@@ -194,14 +205,18 @@ class RunConsole:
         ]
         if "mfu" in line:
             parts.append(f"mfu {line['mfu']:5.1%}")
-        parts.append(f"data wait {line['data_wait_s'] / (line['step_s'] * line['steps']):4.0%}")
+        waited = line["data_wait_s"] / (line["step_s"] * line["steps"])
+        parts.append(f"data wait {waited:4.0%}")
         if "compile_s" in line:
             parts.append(f"compiled {line['compile_s']:.1f} s")
         logger.info("  ".join(parts))
 
     def evaluation(self, step: int, metrics: dict[str, float], eval_s: float) -> None:
-        level = RESULT if step == self.total_steps else logging.INFO
-        logger.log(level, f"step {step:{self.width}} {evaluation_words(metrics, eval_s)}")
+        level = logging.INFO
+        if step == self.total_steps:
+            level = RESULT
+        words = evaluation_words(metrics, eval_s)
+        logger.log(level, f"step {step:{self.width}} {words}")
 
 
 def pause_s(spent_s: float, left_s: float) -> float:
@@ -211,5 +226,8 @@ def pause_s(spent_s: float, left_s: float) -> float:
 
 
 def evaluation_words(metrics: dict[str, float], eval_s: float) -> str:
-    shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-    return f"evaluation  {shown}  ({eval_s:.1f} s)"
+    parts = ["evaluation"]
+    for name, value in metrics.items():
+        parts.append(f"{name} {value:.4f}")
+    parts.append(f"({eval_s:.1f} s)")
+    return "  ".join(parts)

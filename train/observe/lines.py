@@ -19,10 +19,10 @@ Line = dict[str, Any]
 KEYS: dict[str, type] = {"kind": str, "attempt": int, "step": int, "time_unix_s": float}
 
 
-def read_lines(folder: Folder, *, containing: bytes = b"") -> Iterator[Line]:
-    """Yield the lines that contain the bytes `containing`, oldest first. A missing file has no lines."""
+def read_lines(folder: Folder) -> Iterator[Line]:
+    """Yield the lines, oldest first. A missing file has no lines."""
     with suppress(FileNotFoundError):
-        yield from sound(rows(folder), containing, [])
+        yield from sound(rows(folder), b"", [])
 
 
 def read_back(

@@ -22,7 +22,7 @@ from train.machine.processes import age_s
 from train.observe.journal import Journal, RunConsole
 from train.observe.monitor import Monitor, hardware_fields
 from train.observe.profile import Profiler
-from train.observe.trackers import open_trackers
+from train.observe.trackers import Tracker, open_trackers
 from train.parallel.backend import peak_device_bytes
 from train.run_folder.run_folder import RunFolder, side_channel
 
@@ -105,15 +105,19 @@ class Recorder:
         return any(self.steps_of[length] < COMPILED_STEPS for length in lengths)
 
     def __enter__(self) -> Recorder:
-        step, is_first_rank, cfg = self.progress.step, self.world.rank == 0, self.cfg
+        step = self.progress.step
+        is_first_rank = self.world.rank == 0
+        cfg = self.cfg
         self.journal: Journal | None = None
         if is_first_rank:
-            is_measurement = self.on_line is not None
+            trackers: Sequence[Tracker] = ()
+            if self.on_line is None:  # a measurement is not tracked
+                trackers = open_trackers(cfg, self.folder)
             self.journal = Journal(
                 self.folder,
                 first_step=step + 1,
                 tensorboard=TENSORBOARD in cfg.telemetry.trackers,
-                to=() if is_measurement else open_trackers(cfg, self.folder),
+                to=trackers,
             )
         self.profiler: Profiler | None = None
         if is_first_rank and cfg.profile:
@@ -137,7 +141,8 @@ class Recorder:
     def begin_step(self) -> None:
         if self.profiler is not None:
             self.profiler.begin_step()
-        self.began_s, self.compiled_s = time.perf_counter(), self.backend.graphs().compile_s
+        self.began_s = time.perf_counter()
+        self.compiled_s = self.backend.graphs().compile_s
 
     def data_ready(self) -> None:
         wait_s = time.perf_counter() - self.began_s
@@ -210,10 +215,12 @@ class Recorder:
             )
 
     def _count(self, micro_batches: Sequence[Batch]) -> None:
-        window, lengths = self.window, lengths_of(micro_batches)
+        window = self.window
+        lengths = lengths_of(micro_batches)
         examples = self.plan.global_batch_size / len(lengths)
         tokens = self.share * sum(batch["tokens"] for batch in micro_batches)
-        flops = examples * sum(self.flops_per_example(length) or 0.0 for length in lengths)
+        flops_of_lengths = [self.flops_per_example(length) or 0.0 for length in lengths]
+        flops = examples * sum(flops_of_lengths)
         window.steps += 1
         window.count += self.share * sum(batch["count"] for batch in micro_batches)
         window.tokens += tokens
@@ -227,9 +234,11 @@ class Recorder:
 
     def _add_up(self) -> dict[str, float]:
         """Sum the window over the ranks, and return the fields of the line that are made from these sums."""
-        window, world = self.window, self.world
+        window = self.window
+        world = self.world
         # Seconds in passes (forward, backward), and from a step's first pass to its last; 0 without a pipeline.
-        passes_s, span_s = self.backend.work.take_s(), self.backend.span.take_s()
+        passes_s = self.backend.work.take_s()
+        span_s = self.backend.span.take_s()
         works_s = [0.0] * world.size
         works_s[world.rank] = window.work_s + passes_s
         own = {
@@ -292,15 +301,25 @@ class Recorder:
 
     def evaluation(self, step: int, metrics: dict[str, float], eval_s: float) -> None:
         self.is_first_evaluation = False
-        line = {"step": step, "examples": self.progress.examples, **metrics, "eval_s": eval_s}
+        line = {
+            "step": step,
+            "examples": self.progress.examples,
+            **metrics,
+            "eval_s": eval_s,
+        }
         self.write("eval", line, lambda: self.console.evaluation(step, metrics, eval_s))
 
     def saved(self, saved: Saved) -> None:
         if saved.failure is not None:
             self.alarm(f"checkpoint of step {saved.step}: {saved.failure}")
         if saved.num_bytes:
-            times = {"save_s": saved.save_s, "stall_s": saved.stall_s}
-            self.write("checkpoint", {"step": saved.step, "bytes": saved.num_bytes, **times})
+            line = {
+                "step": saved.step,
+                "bytes": saved.num_bytes,
+                "save_s": saved.save_s,
+                "stall_s": saved.stall_s,
+            }
+            self.write("checkpoint", line)
 
     def fault(self, reason: str, **values: float | None) -> None:
         self.write("fault", {"step": self.progress.step, "reason": reason, **values})
@@ -312,14 +331,17 @@ class Recorder:
 
     def go_back(self, progress: Progress) -> None:
         """Continue from the earlier step in `progress`."""
-        self.progress, self.window, self.skips_in_a_row = progress, Window(), 0
+        self.progress = progress
+        self.window = Window()
+        self.skips_in_a_row = 0
         self.console.bar.n = progress.step
 
     def goodput(self) -> float | None:
         """Return the share of the time since the run began that was spent in steps that count; None if unknown."""
-        run_s, productive_s = self.folder.run_s(), self.progress.productive_s
+        run_s = self.folder.run_s()
         if run_s is None:
             return None
+        productive_s = self.progress.productive_s
         return productive_s / max(run_s, productive_s, 1e-9)
 
     def owes_summary(self) -> bool:
@@ -334,10 +356,13 @@ class Recorder:
 
     def summary(self, reason: str, facts: dict[str, Any]) -> None:
         """Write the last line of this attempt. Unknown values are null."""
-        tokens, graphs = round(self.world.sum([self.own_tokens])[0]), self.backend.graphs()
-        tokens_per_s, mfu = None, None
+        tokens = round(self.world.sum([self.own_tokens])[0])
+        graphs = self.backend.graphs()
+        tokens_per_s: float | None = None
+        mfu: float | None = None
         if self.train_s:
-            tokens_per_s, mfu = tokens / self.train_s, self.mfu(self.total_flops / self.train_s)
+            tokens_per_s = tokens / self.train_s
+            mfu = self.mfu(self.total_flops / self.train_s)
         self.write(
             "summary",
             {
@@ -366,12 +391,13 @@ class Recorder:
 
     def cost_usd(self) -> float | None:
         """Return the cost of all attempts so far, without the pauses between them; None if unknown or not on rank 0."""
-        price, journal = self.cfg.instance.usd_per_hour, self.journal
-        if price is None or journal is None:
+        price = self.cfg.instance.usd_per_hour
+        if price is None or self.journal is None:
             return None
         attempt_s = self.before_s + self.folder.attempt_s()
+        attempt_usd = price * self.world.num_machines * attempt_s / 3600
         with side_channel("cost_usd is unknown now"):
-            return journal.cost_before_usd + price * self.world.num_machines * attempt_s / 3600
+            return self.journal.cost_before_usd + attempt_usd
         return None
 
     def write(

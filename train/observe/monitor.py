@@ -44,7 +44,8 @@ class Monitor:
     """
 
     def __init__(self, source: Source | None = None, *, period_s: float = 1.0) -> None:
-        self.source, self.period_s = source, period_s
+        self.source = source
+        self.period_s = period_s
         self.stop = threading.Event()
         self.readings: deque[Totals] = deque()  # since the last call to `read`
         self.thread = threading.Thread(target=self.watch, name="monitor", daemon=True)
@@ -78,10 +79,13 @@ class Monitor:
         numbers: list[float] = []
         for name in MEANS:
             pairs = [reading[name] for reading in readings if name in reading]
-            numbers.append(fmean(total for total, _ in pairs) if pairs else 0.0)
-            numbers.append(fmean(num for _, num in pairs) if pairs else 0.0)
-        errors = [reading[ERRORS] for reading in readings if ERRORS in reading]
-        numbers.append(sum(count for count, _ in errors))
+            mean = (0.0, 0.0)  # of totals, and of numbers of devices
+            if pairs:
+                totals, nums = zip(*pairs, strict=True)
+                mean = (fmean(totals), fmean(nums))
+            numbers += mean
+        errors = [reading[ERRORS][0] for reading in readings if ERRORS in reading]
+        numbers.append(sum(errors))
         numbers.append(float(len(errors)))
         return numbers
 

@@ -41,7 +41,9 @@ class Profiler:
     """The trace of some steps of an attempt, on rank 0 only."""
 
     def __init__(self, cfg: TrainConfig, folder: RunFolder, backend: Backend) -> None:
-        self.cfg, self.folder, self.backend = cfg, folder, backend
+        self.cfg = cfg
+        self.folder = folder
+        self.backend = backend
         self.steps = 0
         self.tracing: Any = None
 
@@ -81,7 +83,8 @@ class Profiler:
 
     def write(self, scratch: Path) -> None:
         """Write the table and the trace to the run folder, by way of `scratch`."""
-        backend, folder = self.backend, self.folder.folder
+        backend = self.backend
+        folder = self.folder.folder
         rows = self.tracing.key_averages()
         has_device = any(row.self_device_time_total > 0 for row in rows)
         sort_by = "self_device_time_total" if has_device else "self_cpu_time_total"

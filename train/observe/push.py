@@ -156,7 +156,8 @@ def asking(to: str, token: str) -> Iterator[None]:
     from huggingface_hub.errors import HTTPError
 
     session = get_session()
-    before, session.timeout = session.timeout, SILENCE_S
+    before = session.timeout
+    session.timeout = SILENCE_S
     try:
         yield
     except (InputError, Failure):

@@ -149,7 +149,8 @@ class Tracker:
     """One tracker of a run, which connects when it gets its first line."""
 
     def __init__(self, name: str, run: Run) -> None:
-        self.name, self.run = name, run
+        self.name = name
+        self.run = run
         self.client: MLflow | WandB | None = None
         self.has_failed = False
         self.has_warned = False

@@ -201,19 +201,14 @@ def peak_device_bytes() -> int | None:
     return None
 
 
-def split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Split `flat` into views with the shapes of `tensors`, in the same order."""
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-
-
 def all_reduce_flat(
     tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None
 ) -> list[Tensor]:
     """Return the sums of tensors over the ranks of a group, computed by a single all-reduce."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     dist.all_reduce(flat, group=group)
-    return split_like(flat, tensors)
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def widen(parameters: Sequence[nn.Parameter]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from train.config import OptimConfig, ParallelConfig, check
 from train.parallel.captured import Graphs, Inputs
 from train.parallel.engines import Engine
+from train.parallel.grad_sync import gradients_of
 from train.parallel.optim import build_optimizer, set_learning_rate
 from train.parallel.proof import Proof
 
@@ -244,7 +245,7 @@ def divide_and_clip(
     A divisor of 0, from a step without labels, counts as 1. Returns the norm [] after division and before clipping.
     Does not wait for the device.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients = gradients_of(parameters)
     return scale(gradients, nn.utils.get_total_norm(gradients), divisor, max_norm)
 
 

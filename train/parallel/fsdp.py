@@ -97,13 +97,15 @@ class FSDP(DataParallel):
         square = nn.utils.get_total_norm(gradients).square().reshape(1)
         self.backend.all_reduce([square])
         square /= self.data_size // self.num_shards
-        return scale(gradients, square.sqrt().reshape(()), divisor, self.max_grad_norm)
+        norm = square.sqrt().reshape(())
+        return scale(gradients, norm, divisor, self.max_grad_norm)
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def check_replicas(self) -> None:
         smallest = guards.smallest(self.model.parameters())
-        sums = [float(part.double().sum()) for part in self.backend.to_host(local_parts(smallest))]
+        parts = self.backend.to_host(local_parts(smallest))
+        sums = [float(part.double().sum()) for part in parts]
         every = self.backend.world.gather(sums)
         for rank, others in enumerate(every):
             first = rank % self.num_shards
@@ -180,7 +182,8 @@ class FSDP(DataParallel):
         shape = tensors.shape(name)
         if not shape:
             return tensors[name]
-        rows = tensors.rows(name, self._own_rows(shape[0])).clone()
+        own = self._own_rows(shape[0])
+        rows = tensors.rows(name, own).clone()
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(rows, self.mesh, self.placements, shape=shape, stride=stride)
 
@@ -232,13 +235,10 @@ def local_parts(tensors: Iterable[Tensor | None]) -> list[Tensor]:
 
 def rows_of(rank: int, num_rows: int, num_ranks: int) -> slice:
     """Return the rows of a tensor that a rank holds under fully_shard."""
-    share = share_of(num_rows, num_ranks)
-    return slice(min(rank * share, num_rows), min((rank + 1) * share, num_rows))
-
-
-def share_of(num_rows: int, num_ranks: int) -> int:
-    """Return the number of rows per rank. The last ranks may have fewer or none."""
-    return -(-num_rows // num_ranks)
+    share = -(-num_rows // num_ranks)  # the last ranks may have fewer rows or none
+    begin = min(rank * share, num_rows)
+    end = min(begin + share, num_rows)
+    return slice(begin, end)
 
 
 def split_modules(model: nn.Module) -> Iterator[FSDPModule]:

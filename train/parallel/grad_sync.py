@@ -14,7 +14,7 @@ reduces nothing, and parallel=fsdp runs as parallel=data.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -64,6 +64,10 @@ class GradSync:
         if self.adds_counts:
             self.adding.wait()
         return self.count
+
+
+def gradients_of(weights: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [weight.grad for weight in weights if weight.grad is not None]
 
 
 def sent(value: Tensor, device: torch.device) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from train.config import InputError
+from train.parallel.optim import parameters_of
 
 if TYPE_CHECKING:
     from train.parallel.backend import Backend
@@ -55,8 +56,8 @@ def check_owned(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parame
     An optimizer built before the move to the device would update tensors that the model does not use,
     https://github.com/pytorch/xla/issues/6861.
     """
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    wanted = {id(parameter) for parameter in parameters}
+    held = set(map(id, parameters_of(optimizer)))
+    wanted = set(map(id, parameters))
     if held != wanted:
         raise RuntimeError(
             f"the optimizer holds {len(held & wanted)} of the model's {len(wanted)} parameters and "

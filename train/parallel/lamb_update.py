@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,8 +11,19 @@ from torch.distributed.tensor import DTensor
 
 from train.config.backend import CUDA
 
+Group = dict[str, Any]  # a parameter group of a torch optimizer
 # a step count for which torch's fused Adam corrects no bias, because beta ** SETTLED is 0
 SETTLED = 1e9
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The weights of a group that have a gradient, and their gradients and moments in the same order."""
+
+    weights: list[Tensor]
+    grads: list[Tensor]
+    means: list[Tensor]
+    squares: list[Tensor]
 
 
 class Lamb(torch.optim.Optimizer):
@@ -33,47 +45,65 @@ class Lamb(torch.optim.Optimizer):
 
     found_inf: Tensor | None = None
 
-    def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
+    def __init__(self, groups: list[Group], defaults: dict[str, Any]) -> None:
         super().__init__(groups, defaults)
         first = groups[0]["params"][0]
-        self.is_fused = first.device.type == CUDA and not isinstance(first, DTensor)
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """False if weights are split over ranks: `found_inf` needs DTensor operations that torch 2.9 lacks."""
-        return not isinstance(self.param_groups[0]["params"][0], DTensor)
+        is_whole = not isinstance(first, DTensor)
+        self.is_fused = is_whole and first.device.type == CUDA
+        # Not if weights are split over ranks: `found_inf` needs DTensor operations that torch 2.9 lacks.
+        self._step_supports_amp_scaling = is_whole
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            params = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if not params:
+            own = self.trained(group)
+            if not own.weights:
                 continue
-            grads = [parameter.grad for parameter in params]
-            means = [self.state[parameter]["exp_avg"] for parameter in params]
-            squares = [self.state[parameter]["exp_avg_sq"] for parameter in params]
             if self.is_fused:
-                self.change_fused(group, params, grads, means, squares)
+                self.change_fused(group, own)
             else:
-                self.change(group, params, grads, means, squares)
+                self.change(group, own)
 
-    def change_fused(
-        self,
-        group: dict[str, Any],
-        params: list[Tensor],
-        grads: list[Tensor],
-        means: list[Tensor],
-        squares: list[Tensor],
-    ) -> None:
-        """Change weights and moments by torch's fused Adam, which adds m / (sqrt(v) + eps) to the decayed weights."""
-        updates = torch._foreach_mul(params, group["weight_decay"])
-        steps = [torch.full((), SETTLED, device=params[0].device)] * len(params)
+    def trained(self, group: Group) -> Trained:
+        weights = [weight for weight in group["params"] if weight.grad is not None]
+        states = [self.state[weight] for weight in weights]
+        return Trained(
+            weights=weights,
+            grads=[weight.grad for weight in weights],
+            means=[state["exp_avg"] for state in states],
+            squares=[state["exp_avg_sq"] for state in states],
+        )
+
+    # ---- on GPUs ---------------------------------------------------------------------------------------------------
+
+    def change_fused(self, group: Group, own: Trained) -> None:
+        """Change weights and moments by torch's fused Adam."""
+        updates = self.fused_updates(group, own)
+        rate = group["lr"]
+        if isinstance(rate, Tensor):
+            rate = rate.squeeze()
+        if self.found_inf is not None:
+            rate = rate * (self.found_inf == 0)
+        if not group["trust_ratio"]:
+            torch._foreach_mul_(updates, rate)
+            torch._foreach_sub_(own.weights, updates)
+            return
+        weight_norms = torch.stack(torch._foreach_norm(own.weights))
+        update_norms = torch.stack(torch._foreach_norm(updates))
+        ratios = trust_ratio(weight_norms, update_norms)
+        for weight, update, factor in zip(own.weights, updates, ratios * rate, strict=True):
+            weight.addcmul_(update, factor, value=-1)
+
+    def fused_updates(self, group: Group, own: Trained) -> list[Tensor]:
+        """Change the moments, and return the updates: Adam adds m / (sqrt(v) + eps) to the decayed weights."""
+        updates = list(torch._foreach_mul(own.weights, group["weight_decay"]))
+        steps = [torch.full((), SETTLED, device=updates[0].device)] * len(updates)
         beta1, beta2 = group["betas"]
         torch._fused_adamw_(
             updates,
-            grads,
-            means,
-            squares,
+            own.grads,
+            own.means,
+            own.squares,
             [],
             steps,
             lr=-1.0,
@@ -85,60 +115,46 @@ class Lamb(torch.optim.Optimizer):
             maximize=False,
             found_inf=self.found_inf,
         )
-        rate = group["lr"]
-        if isinstance(rate, Tensor):
-            rate = rate.squeeze()
-        if self.found_inf is not None:
-            rate = rate * (self.found_inf == 0)
-        if not group["trust_ratio"]:
-            torch._foreach_mul_(updates, rate)
-            torch._foreach_sub_(params, updates)
-            return
-        weight_norms = torch.stack(torch._foreach_norm(params))
-        update_norms = torch.stack(torch._foreach_norm(updates))
-        are_known = (weight_norms > 0) & (update_norms > 0)
-        ratios = torch.where(are_known, weight_norms / update_norms, 1.0)
-        for parameter, update, factor in zip(params, updates, ratios * rate, strict=True):
-            parameter.addcmul_(update, factor, value=-1)
+        return updates
 
-    def change(
-        self,
-        group: dict[str, Any],
-        params: list[Tensor],
-        grads: list[Tensor],
-        means: list[Tensor],
-        squares: list[Tensor],
-    ) -> None:
+    # ---- on other devices ------------------------------------------------------------------------------------------
+
+    def change(self, group: Group, own: Trained) -> None:
         """Change weights and moments by separate operations, which every device and DTensor have."""
-        beta1, beta2 = group["betas"]
-        if self.found_inf is None:
-            skips = None
-            torch._foreach_lerp_(means, grads, 1 - beta1)
-            torch._foreach_mul_(squares, beta2)
-        else:
-            skips = self.found_inf != 0
-            for grad in grads:
-                grad.masked_fill_(skips, 0.0)  # multiplying by 0 would not remove NaN
-            torch._foreach_lerp_(means, grads, [torch.where(skips, 0.0, 1 - beta1)] * len(means))
-            torch._foreach_mul_(squares, torch.where(skips, 1.0, beta2))
-        torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
-        updates = torch._foreach_sqrt(squares)
+        self.change_moments(group, own)
+        updates = torch._foreach_sqrt(own.squares)
         torch._foreach_add_(updates, group["eps"])
-        updates = torch._foreach_div(means, updates)
+        updates = torch._foreach_div(own.means, updates)
         if group["weight_decay"]:
-            torch._foreach_add_(updates, params, alpha=group["weight_decay"])
-        if skips is not None:
-            torch._foreach_mul_(updates, (~skips).float())
+            torch._foreach_add_(updates, own.weights, alpha=group["weight_decay"])
+        if self.found_inf is not None:
+            torch._foreach_mul_(updates, (self.found_inf == 0).float())
         if group["trust_ratio"]:
-            weight_norms = torch._foreach_norm(params)
+            weight_norms = torch._foreach_norm(own.weights)
             update_norms = torch._foreach_norm(updates)
-            ratios = [
-                torch.where((w > 0) & (u > 0), w / u, torch.ones_like(w))
-                for w, u in zip(weight_norms, update_norms, strict=True)
-            ]
-            torch._foreach_mul_(updates, ratios)
+            torch._foreach_mul_(updates, list(map(trust_ratio, weight_norms, update_norms)))
         if isinstance(group["lr"], Tensor):
             torch._foreach_mul_(updates, group["lr"].squeeze())
-            torch._foreach_sub_(params, updates)
+            torch._foreach_sub_(own.weights, updates)
         else:
-            torch._foreach_add_(params, updates, alpha=-group["lr"])
+            torch._foreach_add_(own.weights, updates, alpha=-group["lr"])
+
+    def change_moments(self, group: Group, own: Trained) -> None:
+        beta1, beta2 = group["betas"]
+        if self.found_inf is None:
+            torch._foreach_lerp_(own.means, own.grads, 1 - beta1)
+            torch._foreach_mul_(own.squares, beta2)
+        else:
+            skips = self.found_inf != 0
+            for grad in own.grads:
+                grad.masked_fill_(skips, 0.0)  # multiplying by 0 would not remove NaN
+            moves = torch.where(skips, 0.0, 1 - beta1)
+            torch._foreach_lerp_(own.means, own.grads, [moves] * len(own.means))
+            torch._foreach_mul_(own.squares, torch.where(skips, 1.0, beta2))
+        torch._foreach_addcmul_(own.squares, own.grads, own.grads, 1 - beta2)
+
+
+def trust_ratio(weight_norms: Tensor, update_norms: Tensor) -> Tensor:
+    """Return the quotients of norms, of any shape; 1 if a norm is 0."""
+    are_known = (weight_norms > 0) & (update_norms > 0)
+    return torch.where(are_known, weight_norms / update_norms, torch.ones_like(weight_norms))

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from train.parallel.optim import parameters_of
+
 
 def is_finite(norm: Tensor) -> Tensor:
     """Return whether a norm is finite and not NaN, on its device. Compilers would remove the NaN test `x == x`."""
@@ -73,8 +75,9 @@ def step_if_finite(optimizer: torch.optim.Optimizer, norm: Tensor, *, on_device:
 
 def changed_by(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return all tensors that a step changes: weights, moments and step counts."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return parameters + [tensor for state in optimizer.state.values() for tensor in state.values()]
+    return parameters_of(optimizer) + [
+        tensor for state in optimizer.state.values() for tensor in state.values()
+    ]
 
 
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:

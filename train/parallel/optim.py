@@ -50,11 +50,12 @@ def build_adamw(
     optimizer._warned_capturable_if_run_uncaptured = True
     add_moments(optimizer, "exp_avg", "exp_avg_sq")
     for group in optimizer.param_groups:
+        parameters = group["params"]
         if group["capturable"]:
-            group["lr"] = torch.tensor([cfg.lr]).to(group["params"][0].device)
+            group["lr"] = torch.tensor([cfg.lr]).to(parameters[0].device)
         # Fused and capturable implementations need the step count on the device; the others read it on the host.
         counts_on_device = group["fused"] or group["capturable"]
-        for parameter in group["params"]:
+        for parameter in parameters:
             device = parameter.device if counts_on_device else "cpu"
             optimizer.state[parameter]["step"] = torch.zeros((), device=device)
     return optimizer
@@ -76,8 +77,7 @@ def build_lamb(
         group["trust_ratio"] = group["params"][0].ndim >= 2
         if needs_tensor:
             group["lr"] = torch.tensor([cfg.lr]).to(device)
-    betas = (cfg.betas[0], cfg.betas[1])
-    optimizer = Lamb(groups, {"lr": cfg.lr, "betas": betas, "eps": cfg.eps})
+    optimizer = Lamb(groups, {"lr": cfg.lr, "betas": cfg.betas, "eps": cfg.eps})
     add_moments(optimizer, "exp_avg", "exp_avg_sq")
     return optimizer
 
@@ -110,8 +110,9 @@ def add_moments(optimizer: torch.optim.Optimizer, *names: str) -> None:
     import torch
 
     for parameter in parameters_of(optimizer):
+        state = optimizer.state[parameter]
         for name in names:
-            optimizer.state[parameter][name] = torch.zeros_like(parameter, dtype=torch.float32)
+            state[name] = torch.zeros_like(parameter, dtype=torch.float32)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -142,17 +143,12 @@ def parameter_groups(
         kinds.setdefault((is_head, parameter.ndim < 2), []).append(parameter)
     groups = []
     for (is_head, is_vector), chosen in sorted(kinds.items()):
-        if is_head:
-            lr_factor = (cfg.head_lr or cfg.lr) / cfg.lr
-        else:
-            lr_factor = 1.0
-        groups.append(
-            {
-                "params": chosen,
-                "lr_factor": lr_factor,
-                "weight_decay": 0.0 if is_vector else cfg.weight_decay,
-            }
-        )
+        group: Group = {"params": chosen, "lr_factor": 1.0, "weight_decay": cfg.weight_decay}
+        if is_head and cfg.head_lr is not None:
+            group["lr_factor"] = cfg.head_lr / cfg.lr
+        if is_vector:
+            group["weight_decay"] = 0.0
+        groups.append(group)
     return groups
 
 
@@ -177,17 +173,19 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Restore a saved state without the saved settings: they may choose an implementation that this device lacks."""
     parameters = parameters_of(optimizer)
-    for index, parameter in zip(saved_order(saved, len(parameters)), parameters, strict=True):
-        own = optimizer.state[parameter]
+    order = saved_order(saved, len(parameters))
+    for index, parameter in zip(order, parameters, strict=True):
+        state = optimizer.state[parameter]
         for name, value in saved["state"].get(index, {}).items():
+            own = state[name]
             if value.ndim == 0:
                 # In place, because on XLA all parameters share one step count at first.
-                own[name].fill_(value.item())
-            elif own[name].device.type == "cpu":
+                own.fill_(value.item())
+            elif own.device.type == "cpu":
                 # A copy, because the loaded value may be memory-mapped.
-                own[name].copy_(value)
+                own.copy_(value)
             else:
-                own[name] = value.to(device=own[name].device, dtype=own[name].dtype)
+                state[name] = value.to(device=own.device, dtype=own.dtype)
 
 
 def part_of(saved: dict[str, Any], mine: Sequence[int], *, total: int) -> dict[str, Any]:
@@ -197,8 +195,9 @@ def part_of(saved: dict[str, Any], mine: Sequence[int], *, total: int) -> dict[s
     """
     order = saved_order(saved, total)
     own = [order[position] for position in mine]
+    state = saved["state"]
     for number in own:
-        if saved["state"] and number not in saved["state"]:
+        if state and number not in state:
             raise KeyError(f"no moments of parameter {number}")
     return {**saved, "param_groups": [{"params": own}]}
 
@@ -246,8 +245,10 @@ def learning_rate(step: int, *, cfg: OptimConfig, plan: Plan) -> float:
     if cfg.schedule == WSD:
         begin = cfg.decay_begin(plan.total_steps)
     left = (plan.total_steps - step) / max(1, plan.total_steps - begin)
-    share = SCHEDULES[cfg.schedule](min(1.0, max(0.0, left)), cfg)
-    return cfg.lr * (cfg.final_lr_fraction + (1 - cfg.final_lr_fraction) * share)
+    left = min(1.0, max(0.0, left))
+    share = SCHEDULES[cfg.schedule](left, cfg)
+    final = cfg.final_lr_fraction
+    return cfg.lr * (final + (1 - final) * share)
 
 
 def check_continues(

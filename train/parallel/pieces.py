@@ -51,7 +51,9 @@ class Tensors(Mapping[Any, Tensor]):
         found = self.found[name]
         if isinstance(found, Tensor):
             return found.shape
-        return torch.Size([found[0]["num_rows"], *found[0]["rows"].shape[1:]])
+        first = found[0]
+        of_row = first["rows"].shape[1:]
+        return torch.Size([first["num_rows"], *of_row])
 
     def rows(self, name: Any, wanted: slice) -> Tensor:
         """Return rows of a tensor, reading only the files that have them."""
@@ -63,13 +65,15 @@ class Tensors(Mapping[Any, Tensor]):
         start, stop, _ = wanted.indices(found[0]["num_rows"])
         rows = []
         for piece in found:
-            first = piece["first_row"]
-            own = piece["rows"][max(0, start - first) : max(0, stop - first)]
+            begin = max(0, start - piece["first_row"])
+            end = max(0, stop - piece["first_row"])
+            own = piece["rows"][begin:end]
             if len(own):
                 rows.append(own)
         if len(rows) == 1:
             return rows[0]
-        return torch.cat(rows or [found[0]["rows"][:0]])
+        none = found[0]["rows"][:0]
+        return torch.cat(rows or [none])
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.found)
@@ -83,33 +87,40 @@ def in_order(name: str, values: dict[str, Any]) -> Tensor | list[Piece]:
 
     Raises BadContent unless the files have either one whole tensor, or pieces that have each row once.
     """
-    first, *others = values.values()
-    if isinstance(first, Tensor) and not others:
-        return first
-    pieces: dict[str, Piece] = {}
-    for file, value in values.items():
-        if isinstance(value, Tensor):
-            raise BadContent(f"{file}: {name} is also in another file")
-        pieces[file] = record(Piece, value, f"{file}: {name}")
-        rows = pieces[file]["rows"]
-        if not isinstance(rows, Tensor) or rows.ndim == 0:
-            raise BadContent(f"{file}: {name} holds {shown(rows)}, not rows of a tensor")
-    ordered = sorted(pieces.items(), key=lambda item: item[1]["first_row"])
-    kind = kind_of(ordered[0][1])
+    whole, *others = values.values()
+    if isinstance(whole, Tensor) and not others:
+        return whole
+    pieces = {file: piece_of(f"{file}: {name}", value) for file, value in values.items()}
+    files = sorted(pieces, key=lambda file: pieces[file]["first_row"])
+    first = pieces[files[0]]
+    kind = kind_of(first)
     end = 0
-    for file, piece in ordered:
+    for file in files:
+        where = f"{file}: {name}"
+        piece = pieces[file]
         if kind_of(piece) != kind:
-            raise BadContent(f"{file}: {name} differs in shape or dtype from that in another file")
-        if piece["first_row"] != end:
-            raise BadContent(
-                f"{file}: {name} has rows from {piece['first_row']}, but the previous rows end at {end}"
-            )
+            raise BadContent(f"{where} differs in shape or dtype from that in another file")
+        begin = piece["first_row"]
+        if begin != end:
+            raise BadContent(f"{where} has rows from {begin}, but the previous rows end at {end}")
         end += len(piece["rows"])
-    if end != kind[-1]:
-        raise BadContent(f"{file}: {name} ends at row {end} of {kind[-1]}")
-    return [piece for _, piece in ordered]
+    if end != first["num_rows"]:
+        raise BadContent(f"{where} ends at row {end} of {first['num_rows']}")
+    return [pieces[file] for file in files]
+
+
+def piece_of(where: str, value: Any) -> Piece:
+    """Return the piece in a file. Raises BadContent if it is anything else."""
+    if isinstance(value, Tensor):
+        raise BadContent(f"{where} is also in another file")
+    piece = record(Piece, value, where)
+    rows = piece["rows"]
+    if not isinstance(rows, Tensor) or rows.ndim == 0:
+        raise BadContent(f"{where} holds {shown(rows)}, not rows of a tensor")
+    return piece
 
 
 def kind_of(value: Piece) -> tuple[Any, ...]:
-    """Return the properties that all pieces of a tensor have in common; the last is the number of its rows."""
-    return value["rows"].shape[1:], value["rows"].dtype, value["num_rows"]
+    """Return the properties that all pieces of a tensor have in common."""
+    rows = value["rows"]
+    return rows.shape[1:], rows.dtype, value["num_rows"]

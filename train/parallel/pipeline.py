@@ -32,12 +32,13 @@ from train.parallel import guards
 from train.parallel.backend import all_reduce_flat
 from train.parallel.data import scale
 from train.parallel.engines import Engine
-from train.parallel.grad_sync import GradSync
+from train.parallel.grad_sync import GradSync, gradients_of
 from train.parallel.guards import replace
 from train.parallel.optim import (
     build_optimizer,
     load_state,
     parameter_groups,
+    parameters_of,
     part_of,
 )
 
@@ -179,30 +180,28 @@ class Pipeline(Engine):
 
     def own(self) -> dict[str, nn.Parameter]:
         """Return the parameters that this stage trains, by name, in the same order on all ranks."""
-        named = self.model.named_parameters()
         return {
             name: weight
-            for name, weight in named
+            for name, weight in self.model.named_parameters()
             if name in self.numbers and self.stage in self.holders[name]
         }
 
     def _groups(self, own: dict[str, Any]) -> tuple[Any, list[Any]]:
         """Return the process group of this rank's pipeline, and the `sums` for `PipelineSync`."""
         stages = self.cfg.stages
-        replicas = range(self.data_size)
-        pipelines = [
-            self.backend.subgroup([stages * replica + s for s in range(stages)])
-            for replica in replicas
-        ]
+        firsts = range(0, self.data_size * stages, stages)  # each replica's first rank
+        pipelines = []
+        for first in firsts:
+            ranks = list(range(first, first + stages))
+            pipelines.append(self.backend.subgroup(ranks))
         sums = []
         for held_by in sorted({self.holders[name] for name in self.numbers}):
-            ranks = [stages * replica + stage for replica in replicas for stage in held_by]
-            if len(ranks) > 1:
-                group = self.backend.subgroup(ranks)
-            else:
-                group = None
+            ranks = [first + stage for first in firsts for stage in held_by]
+            if len(ranks) == 1:
+                continue
+            group = self.backend.subgroup(ranks)  # all ranks must call this
             weights = [weight for name, weight in own.items() if self.holders[name] == held_by]
-            if group is not None and weights:
+            if weights:
                 sums.append((group, weights, len(held_by) > 1))
         pipeline = pipelines[self.data_rank]
         # NCCL must connect all ranks of a group before two of them exchange messages.
@@ -216,16 +215,15 @@ class Pipeline(Engine):
         inputs = batch["inputs"]
         tokens = inputs["input_ids"]
         if tokens.shape not in self.schedules:
-            self.schedules[tokens.shape] = self._schedule(
-                len(tokens) // self.cfg.micro_batches, tokens.shape[1]
-            )
+            rows, seq_len = tokens.shape
+            rows //= self.cfg.micro_batches
+            self.schedules[tokens.shape] = self._schedule(rows, seq_len)
         try:
             with self.backend.span.timed():
                 self.schedules[tokens.shape].step(target=tokens, losses=losses, **inputs)
         except RuntimeError as error:
-            raise (
-                error.__cause__ or error
-            ) from None  # the library wraps exceptions of a forward pass
+            # the library wraps exceptions of a forward pass
+            raise (error.__cause__ or error) from None
         if losses:
             self.loss_sum += torch.cat(losses).detach().sum()
 
@@ -260,34 +258,36 @@ class Pipeline(Engine):
     def clip(self, divisor: Tensor) -> Tensor:
         # The norm covers all stages. Every rank adds the same numbers in the same order, so that a weight remains
         # bitwise equal on all ranks that hold it, and all ranks skip the same steps.
-        gradients = [weight.grad for weight in self.parameters if weight.grad is not None]
-        counted = [weight.grad for weight in self.counted if weight.grad is not None]
         squares = torch.zeros(self.cfg.stages, dtype=torch.float64, device=self.backend.device)
         if self.data_rank == 0:
-            squares[self.stage] = nn.utils.get_total_norm(counted).double().square()
+            own = nn.utils.get_total_norm(gradients_of(self.counted))
+            squares[self.stage] = own.double().square()
         dist.all_reduce(squares)
-        return scale(gradients, squares.sum().sqrt(), divisor, self.max_grad_norm).float()
+        norm = squares.sum().sqrt()
+        gradients = gradients_of(self.parameters)
+        return scale(gradients, norm, divisor, self.max_grad_norm).float()
 
     def evaluate(self, statistics: Statistics, inputs: dict[str, Tensor]) -> Tensor | None:
         # Batches pass through the parts one at a time. The last rank of each pipeline computes the statistics.
-        stages = self.cfg.stages
-        first = self.data_rank * stages
         output = None
         shape = (*inputs["input_ids"].shape, self.chain.network.config.hidden_size)
         for number, part in self.parts.items():
             received = None
             if number:
                 received = torch.empty(shape, device=self.backend.device)
-                self._send(dist.irecv, received, first + (number - 1) % stages)
+                self._send(dist.irecv, received, number - 1)
             output = part.run(statistics, received, inputs)
             if number < self.cfg.num_parts - 1:
-                self._send(dist.isend, output, first + (number + 1) % stages)
+                self._send(dist.isend, output, number + 1)
                 output = None
         return output
 
-    def _send(self, way: Callable[..., Any], hidden: Tensor, rank: int) -> None:
-        """Send or receive hidden states as the schedules do, so that NCCL uses the same communicator."""
-        for sending in dist.batch_isend_irecv([dist.P2POp(way, hidden, rank, self.pipeline)]):
+    def _send(self, way: Callable[..., Any], hidden: Tensor, part: int) -> None:
+        """Exchange hidden states with the rank of a part, as the schedules do: NCCL then uses the same communicator."""
+        stages = self.cfg.stages
+        rank = self.data_rank * stages + part % stages
+        sent = dist.P2POp(way, hidden, rank, self.pipeline)
+        for sending in dist.batch_isend_irecv([sent]):
             sending.wait()
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
@@ -302,19 +302,15 @@ class Pipeline(Engine):
         weights = {
             name: value for name, value in state.items() if first.get(value, 0) == self.stage
         }
-        own = {
-            self.numbers[name]: weight
-            for name, weight in self.own().items()
-            if first[weight] == self.stage
-        }
-        moments: State = {
-            "state": {number: self.optimizer.state[own[number]] for number in sorted(own)}
-        }
+        moments = {}
+        for name, weight in self.own().items():
+            if first[weight] == self.stage:
+                moments[self.numbers[name]] = self.optimizer.state[weight]
+        optimizer: State = {"state": dict(sorted(moments.items()))}
         if self.stage == 0:
-            groups = {"param_groups": [{"params": list(range(len(self.numbers)))}]}
-        else:
-            groups = {}
-        return {"model": weights, "optimizer": {**moments, **groups}}
+            numbers = list(range(len(self.numbers)))
+            optimizer["param_groups"] = [{"params": numbers}]
+        return {"model": weights, "optimizer": optimizer}
 
     def load(self, model: Tensors, optimizer: State) -> None:
         own = {
@@ -324,37 +320,39 @@ class Pipeline(Engine):
         }
         self.model.load_state_dict(own, strict=False)
         names = {parameter: name for name, parameter in self.model.named_parameters()}
-        held = [weight for group in self.optimizer.param_groups for weight in group["params"]]
-        mine = [self.numbers[names[weight]] for weight in held]
+        mine = [self.numbers[names[weight]] for weight in parameters_of(self.optimizer)]
         load_state(self.optimizer, part_of(optimizer, mine, total=len(self.numbers)))
 
     def gather_full_model(self) -> None:
         if self.data_rank != 0:
             return
-        world = self.backend.world
+        rank = self.backend.world.rank
         full: dict[nn.Parameter, nn.Parameter] = {}
         for name, weight in self.model.named_parameters():
             source = self.holders[name][0]  # the stage's rank in the first pipeline
-            if source and world.rank in (0, source):
-                if world.rank == source:
-                    dist.send(weight.detach().cpu(), 0)
-                    continue
+            if source == 0:
+                continue
+            if rank == source:
+                dist.send(weight.detach().cpu(), 0)
+            elif rank == 0:
                 tensor = torch.empty(weight.shape, dtype=weight.dtype)
                 dist.recv(tensor, source)
                 full[weight] = nn.Parameter(tensor, weight.requires_grad)  # on the host
-        if world.rank == 0:
-            named = list(self.model.named_parameters(remove_duplicate=False))
-            replace(self.model, {name: full[weight] for name, weight in named if weight in full})
+        named = list(self.model.named_parameters(remove_duplicate=False))
+        replace(self.model, {name: full[weight] for name, weight in named if weight in full})
 
     def check_replicas(self) -> None:
         # A few weights of each stage, and a few that several stages hold, are compared on all ranks that hold them.
-        held = {
-            name: weight for name, weight in self.model.named_parameters() if not weight.is_meta
-        }
-        shared = [weight for name, weight in held.items() if len(self.holders[name]) > 1]
-        guards.check_same(
-            self.backend, self.model, guards.smallest(held.values()) + guards.smallest(shared)
-        )
+        held = []
+        shared = []
+        for name, weight in self.model.named_parameters():
+            if weight.is_meta:
+                continue
+            held.append(weight)
+            if len(self.holders[name]) > 1:
+                shared.append(weight)
+        few = guards.smallest(held) + guards.smallest(shared)
+        guards.check_same(self.backend, self.model, few)
 
 
 class PipelineSync(GradSync):
@@ -379,14 +377,14 @@ class PipelineSync(GradSync):
     def reduce(self) -> Tensor:
         for group, weights, is_shared in self.sums:
             # A missing gradient is sent as zeros if other stages hold the weight, too. Otherwise it is left out.
-            held = [weight for weight in weights if is_shared or weight.grad is not None]
-            gradients = [
-                torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in held
-            ]
-            if held:
-                totals = all_reduce_flat(gradients, group)
-            else:
-                totals = []
+            if is_shared:
+                for weight in weights:
+                    if weight.grad is None:
+                        weight.grad = torch.zeros_like(weight)
+            held = [weight for weight in weights if weight.grad is not None]
+            if not held:
+                continue
+            totals = all_reduce_flat(gradients_of(held), group)
             for weight, total in zip(held, totals, strict=True):
                 weight.grad = total
         return super().reduce()
@@ -406,17 +404,14 @@ def cut(model: Any, cfg: PipelineConfig) -> tuple[Chain, list[range]]:
 def hold(backend: Backend, model: nn.Module, names: set[str], *, lengths: int) -> None:
     """Move only the parameters `names` of a model to the device. The others move to "meta" and need no memory."""
     kept = {parameter for name, parameter in model.named_parameters() if name in names}
-    absent = {
-        name: parameter
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if parameter not in kept
-    }
+    named = model.named_parameters(remove_duplicate=False)
+    absent = {name: parameter for name, parameter in named if parameter not in kept}
+    metas = {}
+    for parameter in absent.values():
+        meta = parameter.detach().to("meta")
+        metas[parameter] = nn.Parameter(meta, parameter.requires_grad)
     # moved instead of absent weights; those on "meta" cannot be moved
     no_numbers = nn.Parameter(torch.empty(0))
     replace(model, dict.fromkeys(absent, no_numbers))
     backend.setup_model(model, lengths=lengths)
-    metas = {
-        parameter: nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-        for parameter in absent.values()
-    }
     replace(model, {name: metas[parameter] for name, parameter in absent.items()})

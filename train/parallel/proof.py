@@ -18,6 +18,7 @@ from weakref import proxy
 import torch
 from torch import Tensor, nn
 
+from train.parallel.grad_sync import gradients_of
 from train.parallel.nonfinite import changed_by
 from train.parallel.optim import set_learning_rate
 
@@ -65,7 +66,7 @@ class Proof:
     def begin(self) -> Before:
         """Return a copy of everything that a step changes. The loss begins at 0: its sum would hide differences."""
         engine = self.engine
-        tensors = [*changed_by(engine.optimizer), *self.gradients(engine.parameters)]
+        tensors = [*changed_by(engine.optimizer), *gradients_of(engine.parameters)]
         tensors += [engine.loss_sum, engine.norm]
         tensors += [engine.backend.skips.total, engine.backend.skips.streak]
         rng = engine.backend.rng_state()
@@ -103,22 +104,19 @@ class Proof:
         """Return what the last step left. Waits for the device."""
         engine = self.engine
         norms = [engine.norm]
-        gradients = self.gradients(engine.parameters)
+        gradients = gradients_of(engine.parameters)
         if gradients:
             norms.append(nn.utils.get_total_norm(gradients))
         results = {
             "loss": on_host([engine.loss_sum]),
             "norm": on_host(norms),
             "weights": on_host(self.watched),
-            "gradients": on_host(self.gradients(self.watched)),
+            "gradients": on_host(gradients_of(self.watched)),
         }
         for parameter in self.watched:
             for name, value in engine.optimizer.state[parameter].items():
                 results.setdefault(name, []).extend(on_host([value]))
         return results
-
-    def gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        return [each.grad for each in parameters if each.grad is not None]
 
     def fault(self, before: Before, plain: Results) -> str:
         """Return how the replay that ran last differs from a plain step; "" if they are equal."""

@@ -41,7 +41,7 @@ from train.parallel.backend import (
     round_to_bf16,
     widen,
 )
-from train.parallel.grad_sync import GradSync
+from train.parallel.grad_sync import GradSync, gradients_of
 from train.parallel.graphs import GraphBudget, Graphs
 from train.parallel.precision import check_precision
 from train.parallel.xla_environment import COLLECTS
@@ -182,12 +182,10 @@ class XLA(Backend):
         guards.check_owned(optimizer, parameters)
         guards.check_tied(self.model, self.tied)
         smallest = guards.smallest(parameters)
-        moments = [
-            value
-            for parameter in smallest
-            for value in optimizer.state[parameter].values()
-            if value.ndim
-        ]
+        moments: list[Tensor] = []
+        for parameter in smallest:
+            state = optimizer.state[parameter]
+            moments += [value for value in state.values() if value.ndim]
         self._clear(parameters)
         self.mark_step()
         # Only a new run must change weights in its first step. A resumed run's learning rate may be too small in bf16.
@@ -250,7 +248,8 @@ class XLA(Backend):
     def unscale(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
         self.first_weights = self.to_host(self.first_step_of)
         # Before `widen` changes dtypes.
-        self.before_step = nonfinite.copies(nonfinite.changed_by(optimizer))
+        changed = nonfinite.changed_by(optimizer)
+        self.before_step = nonfinite.copies(changed)
         if self.precision == "bf16_stochastic":
             widen(parameters)
 
@@ -345,9 +344,7 @@ class XLASync(GradSync):
 
     def reduce(self) -> Tensor:
         if self.backend.world.size > 1:
-            gradients = [
-                weight.grad for weight in self.module.parameters() if weight.grad is not None
-            ]
+            gradients = gradients_of(self.module.parameters())
             # The last layers' gradients are ready first.
             self.backend.all_reduce([self.count, *reversed(gradients)])
         return self.count

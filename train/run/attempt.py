@@ -84,17 +84,18 @@ class Attempt:
         # Rank 0 sends the owner of the folder and the outcome of the last attempt. All ranks send their process ids,
         # which the watchdogs of their machine need.
         process = read_process(os.getpid())
-        here = (os.getpid(), process.started if process else 0, self.watch.handle)
-        own = (self.folder.previous, self.folder.ownership.owner or "", here)
-        everyone = world.all_gather_object(own)
+        started = process.started if process else 0
+        here = (os.getpid(), started, self.watch.handle)
+        owner = self.folder.ownership.owner or ""
+        everyone = world.all_gather_object((self.folder.previous, owner, here))
         self.folder.previous, owner, _ = everyone[0]
         if world.rank != 0:
             self.folder.ownership.follow(owner if self.saves else "")
         # Without torchrun, ranks may be in containers, which do not see each other.
         if launched().is_under_torchrun:
             first = world.rank - world.local_rank
-            ranks = range(first, first + world.local_size)
-            self.watch.joined({rank: everyone[rank][2] for rank in ranks if rank != world.rank})
+            others = set(range(first, first + world.local_size)) - {world.rank}
+            self.watch.joined({rank: everyone[rank][2] for rank in sorted(others)})
 
     def sees_owner(self) -> bool:
         """Return whether this rank can read rank 0's lease, that is, whether they share the run folder."""
@@ -120,7 +121,9 @@ def begin(attempt: Attempt) -> Iterator[Attempt]:
     An attempt that is rejected before it has written environment.json keeps the outcome of the previous attempt. Raises
     InputError if another job owns the folder.
     """
-    cfg, folder, launch = attempt.cfg, attempt.folder, launched()
+    cfg = attempt.cfg
+    folder = attempt.folder
+    launch = launched()
     set_up_logging(None)
     folder.check_is_ours(attempt.identity, force=cfg.resume.force)
     with ExitStack() as stack:
@@ -193,9 +196,11 @@ def record_failure(error: BaseException, attempt: Attempt) -> None:
     outcome = "failed"
     reason = f"failed: {type(error).__name__}: {error}"
     if kind == "refused":
-        outcome, reason = "refused", f"rejected: {error}"
+        outcome = "refused"
+        reason = f"rejected: {error}"
     elif isinstance(error, StoppedEarly):
-        outcome, reason = "stopped", f"{error} came before there was anything to save"
+        outcome = "stopped"
+        reason = f"{error} came before there was anything to save"
     elif isinstance(error, SystemExit):
         first = attempt.stop.signal
         outcome = "stopped"

@@ -50,8 +50,12 @@ class CheckpointManager:
     """The checkpoints of an attempt. All ranks must call `resume`, then, inside `saving`, the same methods."""
 
     def __init__(self, attempt: Attempt, backend: Backend, engine: Engine) -> None:
-        self.attempt, self.backend, self.engine = attempt, backend, engine
-        self.cfg, self.world, self.on_wait = attempt.cfg, backend.world, attempt.watch.heartbeat
+        self.attempt = attempt
+        self.backend = backend
+        self.engine = engine
+        self.cfg = attempt.cfg
+        self.world = backend.world
+        self.on_wait = attempt.watch.heartbeat
         self.store = open_store(attempt.folder.storage, attempt.folder.staging)
         self.last_rollback: int | None = None  # the step that the last rollback restored
         # the cost of the last attempt's fault, until it is reported
@@ -82,7 +86,8 @@ class CheckpointManager:
                     f"metrics.jsonl says that step {newest} was saved, but there is no checkpoint in "
                     f"{self.store.location}: is a disk not mounted? Mount it, or choose another run_dir to start over"
                 )
-        progress, force = self.loaded.progress, self.cfg.resume.force
+        progress = self.loaded.progress
+        force = self.cfg.resume.force
         check_continues(
             progress.step, progress.lr, cfg=self.cfg.optim, plan=self.attempt.plan, force=force
         )
@@ -104,8 +109,12 @@ class CheckpointManager:
     def saving(self, recorder: Recorder) -> Iterator[None]:
         """Continue the metrics from the checkpoint. During the block, run the thread that saves checkpoints."""
         # The end of the block waits for a pending save, unless a second signal ends the run (SystemExit).
-        self.recorder, attempt, ownership = recorder, self.attempt, self.attempt.folder.ownership
-        world_size, name, fence = self.world.size, self.backend.name, ownership.number
+        self.recorder = recorder
+        attempt = self.attempt
+        ownership = self.attempt.folder.ownership
+        world_size = self.world.size
+        name = self.backend.name
+        fence = ownership.number
         draft = Manifest(
             0, fence, attempt.identity, flat(self.cfg), {}, world_size, name, None, versions()
         )
@@ -115,9 +124,8 @@ class CheckpointManager:
         # the other ranks wait in a collective while rank 0 waits for a save
         if self.cfg.backend.timeout_s is not None:
             self.saver.max_wait_s = min(MAX_WAIT_S, self.cfg.backend.timeout_s / 2)
-        self.saver.newest = attempt.checkpoint = (
-            self.loaded.progress.step if self.loaded.ranks else None
-        )
+        if self.loaded.ranks:
+            self.saver.newest = attempt.checkpoint = self.loaded.progress.step
         self._restore_window(self.loaded)
         for fault in self.loaded.faults:
             recorder.fault(fault)
@@ -144,22 +152,26 @@ class CheckpointManager:
         # Counts of labels and tokens are saved as sums over the ranks, so rank 0 always gets them.
         with fitting(self.store.location):
             window = record(Window, loaded.progress.window, "progress.window")
-            ranks = [asdict(record(Sums, own, "ranks")) for own in loaded.ranks]
-        rank = self.world.rank
-        if len(ranks) != self.world.size:
-            sums = {
-                key: sum(own[key] for own in ranks) for key in ("loss_sum", "wait_s", "work_s")
-            }
-            ranks = [sums, *(dict.fromkeys(sums, 0.0) for _ in range(self.world.size - 1))]
-        own = ranks[rank]
-        if not math.isfinite(sum(each["loss_sum"] for each in ranks)):  # a step was skipped
+            ranks = [record(Sums, own, "ranks") for own in loaded.ranks]
+        if not math.isfinite(sum(each.loss_sum for each in ranks)):  # a step was skipped
             self.engine.loss_sum.zero_()
             self.recorder.window = Window()
             return
-        self.engine.loss_sum.copy_(torch.tensor([own["loss_sum"]]))
+        rank = self.world.rank
+        if len(ranks) == self.world.size:
+            own = ranks[rank]
+        elif rank == 0:
+            own = Sums(
+                loss_sum=sum(each.loss_sum for each in ranks),
+                wait_s=sum(each.wait_s for each in ranks),
+                work_s=sum(each.work_s for each in ranks),
+            )
+        else:
+            own = Sums(0.0, 0.0, 0.0)
+        self.engine.loss_sum.copy_(torch.tensor([own.loss_sum]))
         if rank > 0:
             window = replace(window, count=0.0, tokens=0.0)
-        self.recorder.window = replace(window, wait_s=own["wait_s"], work_s=own["work_s"])
+        self.recorder.window = replace(window, wait_s=own.wait_s, work_s=own.work_s)
 
     # ---- in the loop ---------------------------------------------------------------------------------------------
 
@@ -172,26 +184,33 @@ class CheckpointManager:
         """Report finished saves and, after the first step, the cost of the fault that ended the last attempt."""
         self.attempt.folder.ownership.step = self.recorder.progress.step
         if self.lost is not None and self.recorder.steps_done:
-            recover_s = self.attempt.folder.attempt_s()
-            # the clocks were right; they may differ a little
-            if self.attempt.folder.run_s() is not None:
-                recover_s = max(recover_s, time.time() - self.lost.last_sign_unix_s)
-            text = f"{self.lost.reason}; {plural(self.lost.steps, 'step')} lost, {recover_s:.0f} s until the first step"
-            logger.warning(text)
-            self.recorder.fault(text, steps_lost=self.lost.steps, recover_s=recover_s)
+            self._report_lost(self.lost)
             self.lost = None
         self._report_saves()
 
+    def _report_lost(self, lost: goodput.Lost) -> None:
+        recover_s = self.attempt.folder.attempt_s()
+        # the clocks were right; they may differ a little
+        if self.attempt.folder.run_s() is not None:
+            recover_s = max(recover_s, time.time() - lost.last_sign_unix_s)
+        steps = plural(lost.steps, "step")
+        text = f"{lost.reason}; {steps} lost, {recover_s:.0f} s until the first step"
+        logger.warning(text)
+        self.recorder.fault(text, steps_lost=lost.steps, recover_s=recover_s)
+
     def _report_saves(self) -> list[Saved]:
-        for saved in (saves := self.saver.take()):
+        saves = self.saver.take()
+        for saved in saves:
             self.recorder.saved(saved)
-        self.attempt.checkpoint, self.attempt.stop.save_s = self.saver.newest, self.saver.save_s
+        self.attempt.checkpoint = self.saver.newest
+        self.attempt.stop.save_s = self.saver.save_s
         return saves
 
     def is_due(self) -> bool:
         """Return whether to save after this step. The last step is always saved, whatever this returns."""
         # Saving the first step after a rollback preserves the count of rollbacks and the position in the data.
-        progress, cfg = self.recorder.progress, self.cfg.checkpoint
+        progress = self.recorder.progress
+        cfg = self.cfg.checkpoint
         is_best = cfg.best and progress.best_step == progress.step
         is_after_rollback = (
             self.last_rollback is not None and progress.step == self.last_rollback + 1
@@ -204,7 +223,8 @@ class CheckpointManager:
         If the previous save is still running, this one may be skipped. The last step, and the best step if it will be
         exported, are never skipped: their saves wait for the previous one.
         """
-        progress, window = self.recorder.progress, self.recorder.window
+        progress = self.recorder.progress
+        window = self.recorder.window
         self.attempt.watch.phase("save", step=progress.step)
         count, tokens = self.world.sum([window.count, window.tokens])
         progress.window = {
@@ -238,7 +258,8 @@ class CheckpointManager:
 
         Raises FloatingPointError if there is no checkpoint, or after MAX_ROLLBACKS rollbacks.
         """
-        now, skips = self.recorder.progress, self.recorder.skips_in_a_row
+        now = self.recorder.progress
+        skips = self.recorder.skips_in_a_row
         text = f"{skips} steps in a row had no finite gradient, up to step {now.step}"
         self.attempt.watch.phase("roll back", is_start=True)
         self.saver.wait(self.on_wait)
@@ -300,7 +321,8 @@ class CheckpointManager:
 
     def restore_exported(self) -> tuple[int, dict[str, Any]]:
         """Load the weights to be exported into rank 0's model. Return their step, and the settings chosen for them."""
-        progress, by = self.recorder.progress, self.cfg.best.metric
+        progress = self.recorder.progress
+        by = self.cfg.best.metric
         manifests: dict[int, Manifest] = {}
         if self.cfg.checkpoint.best:
             manifests = self.store.look_at_all()[0]

@@ -168,7 +168,8 @@ def guarded(
     code after Ctrl-C.
     """
     begin_program()
-    line, code = "", DONE
+    line = ""
+    code = DONE
     try:
         code = act()
         sys.stdout.flush()

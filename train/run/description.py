@@ -24,7 +24,9 @@ logger = logging.getLogger("train")
 
 def describe(attempt: Attempt, backend: Backend, model: nn.Module) -> None:
     """Describe the run in its folder and the log. Raises InputError if a rank does not see the folder."""
-    task, folder, world = attempt.task, attempt.folder, backend.world
+    task = attempt.task
+    folder = attempt.folder
+    world = backend.world
     facts = {  # the resolved configuration, for environment.json
         "plan": asdict(attempt.plan),
         "seq_len": task.seq_len,
@@ -80,7 +82,8 @@ def memory_note(attempt: Attempt, backend: Backend, model: nn.Module) -> str | N
 
     On CPUs, raises InputError if this machine has less memory than its ranks need.
     """
-    cfg, world = attempt.cfg, backend.world
+    cfg = attempt.cfg
+    world = backend.world
     shape = shape_of_model(model)
     if shape is None:
         return None

@@ -66,7 +66,8 @@ def evaluate(
         return None
     metrics, chosen, rows = measured
     recorder.evaluation(recorder.progress.step, metrics, time.perf_counter() - began_s)
-    best, step = attempt.cfg.best, recorder.progress.step
+    best = attempt.cfg.best
+    step = recorder.progress.step
     if step == 0:  # never the best: step 0 has no checkpoint, and patience does not start with it
         return None
     score = -best_metric(attempt.cfg).sign * metrics[best.metric]
@@ -104,7 +105,8 @@ def try_evaluation(attempt: Attempt, backend: Backend, engine: Engine) -> None:
 
 def write_samples(attempt: Attempt, step: int) -> None:
     """Write some validation examples with the answers of the model exported at `step`. Only rank 0 calls this."""
-    folder, most = attempt.folder, attempt.cfg.samples
+    folder = attempt.folder
+    most = attempt.cfg.samples
     with side_channel("could not write samples of the model's answers"):
         answered = samples_of(attempt.cfg, attempt.task, folder.export, most) if most else []
         samples.write(folder.folder, samples.Samples(step, answered))
@@ -164,7 +166,9 @@ def evaluate_model(
     attempt: Attempt, backend: Backend, step: int | None, load: Callable[[Network], None]
 ) -> Evaluated | None:
     """Build the model and evaluate it. Returns None if a rank is asked to stop."""
-    cfg, task, world = attempt.cfg, attempt.task, backend.world
+    cfg = attempt.cfg
+    task = attempt.task
+    world = backend.world
     world.run_on_local_rank0(task.verify_data)
     world.agree(lambda: check_same_data(world.gather(task.data_id)))
     for remark in task.remarks:
@@ -218,7 +222,8 @@ def measure(
 
     Returns None if a rank is asked to stop, and after a trial, which runs only the last batch.
     """
-    task, world = attempt.task, backend.world
+    task = attempt.task
+    world = backend.world
     order = eval_order(task, engine, batch_size=attempt.plan.eval_batch_size)
     batches = batches_of(task, order, attempt.plan.eval_batch_size, is_trial=is_trial)
     # They stay on the device until the end, so that the device never waits for the host.

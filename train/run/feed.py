@@ -109,11 +109,9 @@ def train_order(
     the machines' caches.
     """
     data_ranks = world.all_gather_object(engine.data_rank)
-    machines = [
-        data_ranks[first : first + world.local_size]
-        for first in range(0, world.size, world.local_size)
-    ]
-    here = machines[world.rank // world.local_size]
+    size = world.local_size
+    machines = [data_ranks[first : first + size] for first in range(0, world.size, size)]
+    here = machines[world.rank // size]
     place: dict[str, Any] = {
         "seed": cfg.seed,
         "global_batch_size": plan.global_batch_size,
@@ -135,7 +133,8 @@ def train_order(
         order = ShardSampler(
             task.shard_rows, lanes=progress.lanes, window_shards=progress.window_shards, **place
         )
-    progress.lanes, progress.window_shards = order.lanes.number, order.window_shards
+    progress.lanes = order.lanes.number
+    progress.window_shards = order.window_shards
     if is_s3(str(cfg.data.path)) and world.rank == 0 and (more := order.fetched_more(machines)):
         logger.warning("%s", more)
     return order

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import re
 import textwrap
 import types
@@ -24,6 +23,7 @@ Schema = tuple[str, str, type]  # (group, option, dataclass)
 # The settings of each (group, option) that has no file in conf/.
 OWN_OPTIONS: dict[tuple[str, str], type] = {}
 WIDTH = 110  # columns
+INDENT = 34  # columns, of the explanations
 TYPES: dict[object, str] = {
     bool: "true or false",
     int: "whole number",
@@ -52,24 +52,23 @@ def settings_help(
         known.setdefault(key, (kind, item))
     for key in keys:
         kind, item = known[key]
-        choices = " | ".join(item.metadata.get("among", ()))
-        meaning = ". ".join(filter(None, (choices, comment(kind, item.name))))
-        lines += hanging(f"{key}={own.get(key) or shown_default(item)}", meaning, indent=34)
+        parts = [" | ".join(item.metadata.get("among", ())), comment(kind, item.name)]
+        default = own.get(key) or shown_default(item)
+        lines += hanging(f"{key}={default}", ". ".join(filter(None, parts)))
     lines += [
         "",
         "groups, each with its default option and all options (group=option; see conf/):",
     ]
-    for group, (default, names) in groups(name).items():
-        lines += hanging(
-            f"{group}={own.get(group) or default or 'null'}", " | ".join(names), indent=34
-        )
+    for group, (usual, names) in groups(name).items():
+        default = own.get(group) or usual or "null"
+        lines += hanging(f"{group}={default}", " | ".join(names))
     return "\n".join(lines)
 
 
-def hanging(head: str, text: str, *, indent: int) -> list[str]:
+def hanging(head: str, text: str) -> list[str]:
     """Return lines with a hanging indent: `head` on the left, `text` in a column on the right."""
-    begin, rest = f"  {head:{indent - 4}}  ", " " * indent
-    lines = textwrap.wrap(text, WIDTH, initial_indent=begin, subsequent_indent=rest)
+    begin = f"  {head:{INDENT - 4}}  "
+    lines = textwrap.wrap(text, WIDTH, initial_indent=begin, subsequent_indent=" " * INDENT)
     return lines or [begin.rstrip()]
 
 
@@ -199,21 +198,33 @@ def option_values(group: str, option: str) -> dict[str, Any]:
     """Return the settings in an option's file, or in its class if it has no file, without inherited settings."""
     own = OWN_OPTIONS.get((group, option))
     if own is None:
-        text = (resources.files("conf") / group / f"{option}.yaml").read_text(encoding="utf-8")
-        values: dict[str, Any] = yaml.safe_load(text) or {}
+        values: dict[str, Any] = yaml.safe_load(text_of(group, option)) or {}
         values.pop("defaults", None)
         return values
     named = inspect.get_annotations(own)
-    defaults = {item.name: item.default for item in fields(own) if item.name in named}
-    return {name: value for name, value in defaults.items() if value is not NO_DEFAULT}
+    own_values = {}
+    for item in fields(own):
+        if item.name in named and item.default is not NO_DEFAULT:
+            own_values[item.name] = item.default
+    return own_values
+
+
+def text_of(group: str, option: str) -> str:
+    """Return the content of an option's file."""
+    file = resources.files("conf") / group / f"{option}.yaml"
+    return file.read_text(encoding="utf-8")
 
 
 def option_help(group: str, option: str) -> str:
     """Return the first sentence of the comment in an option's file; for an instance without a comment, its devices."""
-    text = (resources.files("conf") / group / f"{option}.yaml").read_text(encoding="utf-8")
-    lines = [line for line in text.splitlines() if not line.startswith("# @package")]
-    comment = itertools.takewhile(lambda line: line.startswith("#"), lines)
-    words = " ".join(line.removeprefix("# ") for line in comment)
+    text = text_of(group, option)
+    comment = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        if not line.startswith("# @package"):
+            comment.append(line.removeprefix("# "))
+    words = " ".join(comment)
     if words or group != "instance":
         return re.split(r"\. (?=[A-Z])|\.$", words, maxsplit=1)[0]
     values = yaml.safe_load(text)

@@ -145,7 +145,8 @@ def as_typed(value: Any) -> str:
 def own_table(key: str, text: str) -> dict[str, str | None]:
     """Parse a table of names, each taken literally, as YAML, whose plain scalars allow more characters than Hydra's."""
     value = as_written(text)
-    ok = isinstance(value, dict) and all(isinstance(to, str) and to for to in value.values())
+    names = list(value.values()) if isinstance(value, dict) else [None]
+    ok = all(isinstance(name, str) and name for name in names)
     check(ok, f"{key}={text}: {key} must be a table, such as {{a: b, c: d}}")
     return {name: None if to == "null" else to for name, to in value.items()}
 

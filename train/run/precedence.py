@@ -50,16 +50,23 @@ def over_recipe(given: Mapping[str, Any], groups: Collection[str]) -> dict[str, 
     values: dict[str, Any] = {}
     if "experiment" in typed:
         values = {key: value for key, value in chosen.items() if key not in given}
+    check_one_choice(typed)
+    known = {*typed, *chosen}
+    for key, others in REPLACED.items():
+        if key in known:
+            values |= dict.fromkeys(other for other in others if other not in known)
+    return values
+
+
+def check_one_choice(typed: Collection[str]) -> None:
+    """Raise InputError if two typed settings choose the same thing."""
     # A section may be given as a whole: corpus.validation={path: user/set}
-    known = {*typed, *(key.rpartition(".")[0] for key in typed)}
+    sections = {key.rpartition(".")[0] for key in typed}
     for key, others in REPLACED.items():
         for other in others:
-            are_both = key in typed and other in known and other not in TOGETHER
+            is_typed = other in typed or other in sections
+            are_both = key in typed and is_typed and other not in TOGETHER
             check(not are_both, f"{key} and {other} choose the same thing; leave one of them out")
-            is_replaced = key in typed or key in chosen
-            if is_replaced and other not in typed and other not in chosen:
-                values[other] = None
-    return values
 
 
 def options_of_weights(chosen: Collection[str], groups: Collection[str]) -> list[str]:

@@ -95,7 +95,8 @@ def whole_config(folder: Folder) -> TrainConfig:
         saved = OmegaConf.create(plain)
         schema = OmegaConf.structured(TrainConfig)
         task = TASKS[saved.task.kind].settings
-        schema.task, schema.data = task, task.learns_from
+        schema.task = task
+        schema.data = task.learns_from
         schema.optim = OPTIMIZERS[saved.optim.name].settings
         schema.parallel = {name: kind for group, name, kind in cli.SCHEMAS if group == "parallel"}[
             saved.parallel.name

@@ -120,14 +120,16 @@ class StopRequest:
         """Ask the run to stop at the next step. Only the first reason counts. Any thread may call this."""
         with self.lock:
             if self.reason is None:
-                self.reason, self.kind = reason, kind
+                self.reason = reason
+                self.kind = kind
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
         now_s = time.monotonic()
         if self.signal is not None and now_s - self.at_s > REPEAT_S and number not in REPEATED:
             sys.exit(128 + number)  # safe: a file gets its name only when it is complete
         if self.signal is None:
-            self.signal, self.at_s = signal.Signals(number).name, now_s
+            self.signal = signal.Signals(number).name
+            self.at_s = now_s
             self.ask(self.signal)
         if self.has_nothing_to_save:
             raise StoppedEarly(self.signal)
@@ -224,7 +226,8 @@ class Votes:
     """
 
     def __init__(self, world: World, stop: StopRequest) -> None:
-        self.world, self.stop = world, stop
+        self.world = world
+        self.stop = stop
         self.failure: Exception | None = None
         self.counting: Callable[[], list[float]] = list
         self.stops = self.failures = 0.0  # numbers of ranks that voted to stop, and that failed

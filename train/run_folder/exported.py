@@ -28,9 +28,10 @@ def renewed(folder: RunFolder, step: int, weights: int | None = None) -> Iterato
     remove_temporaries(folder.path, folder.export.name)
     with new_folder(folder.export, replaces=True) as scratch:
         yield scratch
-        (scratch / MARK).write_bytes(
-            canonical_json({"step": step, "weights": step if weights is None else weights})
-        )
+        marks = {"step": step, "weights": step}
+        if weights is not None:
+            marks["weights"] = weights
+        (scratch / MARK).write_bytes(canonical_json(marks))
         sync_tree(scratch)  # may take long, so the ownership is checked again after it
         folder.ownership.check()
 
@@ -39,10 +40,13 @@ def mirror(folder: RunFolder) -> None:
     """Copy export/ to S3, if the run folder is in S3."""
     if not folder.is_remote:
         return
-    folder.folder.write(f"export/{MARK}", canonical_json({"step": NO_STEP}))
-    files = [path for path in sorted(folder.export.rglob("*")) if path.is_file()]
-    for path in sorted(files, key=lambda path: path.name == MARK):  # MARK is uploaded last
-        folder.folder.upload(path.relative_to(folder.path).as_posix(), path)
+    mark = f"export/{MARK}"
+    folder.folder.write(mark, canonical_json({"step": NO_STEP}))
+    for path in sorted(folder.export.rglob("*")):
+        name = path.relative_to(folder.path).as_posix()
+        if path.is_file() and name != mark:
+            folder.folder.upload(name, path)
+    folder.folder.upload(mark, folder.path / mark)  # once the other files are there
 
 
 def is_outdated(run: Folder) -> bool:
@@ -63,8 +67,9 @@ def marked(run: Folder, key: str) -> int | None:
 
 def saved_steps(run: Folder) -> dict[int, str]:
     """Return the name of each checkpoint's manifest, by step."""
-    names = run.names("checkpoints/")
-    matches = (
-        re.fullmatch(r"checkpoints/step_([0-9]{1,18})/manifest\.json", name) for name in names
-    )
-    return {int(match[1]): match[0] for match in matches if match}
+    steps = {}
+    for name in run.names("checkpoints/"):
+        match = re.fullmatch(r"checkpoints/step_([0-9]{1,18})/manifest\.json", name)
+        if match:
+            steps[int(match[1])] = name
+    return steps

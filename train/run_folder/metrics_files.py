@@ -36,9 +36,12 @@ def files_of(folder: Folder) -> list[str]:
 
 def next_file(folder: Folder, lease: int) -> str:
     """Return the name of a new file for the owner with this lease number. It follows all other files."""
-    matches = (OF_ATTEMPT.fullmatch(name) for name in folder.names(FOLDER))
-    numbers = [int(match[1]) + 1 for match in matches if match]
-    return f"{FOLDER}{max([lease, *numbers]):08d}.jsonl"
+    number = lease
+    for name in folder.names(FOLDER):
+        match = OF_ATTEMPT.fullmatch(name)
+        if match:
+            number = max(number, int(match[1]) + 1)
+    return f"{FOLDER}{number:08d}.jsonl"
 
 
 def rows(folder: Folder) -> Iterator[bytes]:

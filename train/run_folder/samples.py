@@ -74,7 +74,12 @@ def read(folder: Folder) -> Samples | None:
 
 def excerpt(text: str, at: int = 0) -> str:
     """Return the part of a text around the index `at`, in one line of at most MOST_CHARS characters."""
-    first = max(0, min(at - MOST_CHARS // 2, len(text) - MOST_CHARS))
+    first = min(at - MOST_CHARS // 2, len(text) - MOST_CHARS)
+    first = max(0, first)
     last = first + MOST_CHARS
-    head, tail = "..." if first else "", "..." if last < len(text) else ""
-    return " ".join((head + text[first + len(head) : last - len(tail)] + tail).split())
+    part = text[first:last]
+    if first:
+        part = f"...{part[3:]}"
+    if last < len(text):
+        part = f"{part[:-3]}..."
+    return " ".join(part.split())

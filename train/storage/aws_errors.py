@@ -18,8 +18,8 @@ UNKNOWN = [
     "InvalidToken",
     "AuthFailure",
     "SignatureDoesNotMatch",
+    "UnrecognizedClientException",
 ]
-UNKNOWN += ["UnrecognizedClientException"]
 NOT_ALLOWED = ["AccessDenied", "AccessDeniedException", "UnauthorizedOperation"]
 KMS = "KMS."  # prefix of the codes that S3 forwards from AWS's key service
 TEMPORARY_CODES = [
@@ -27,17 +27,18 @@ TEMPORARY_CODES = [
     "Throttling",
     "ThrottlingException",
     "BandwidthLimitExceeded",
-]
-TEMPORARY_CODES += [
     "InternalError",
     "InternalFailure",
     "InternalServerError",
     "Unavailable",
     "ServiceUnavailable",
+    # S3 answers with status 400 and one of these codes if a request's body arrived late or damaged.
+    "RequestTimeout",
+    "IncompleteBody",
+    "BadDigest",
+    "XAmzContentSHA256Mismatch",
+    "XAmzContentChecksumMismatch",
 ]
-# S3 answers with status 400 and one of these codes if a request's body arrived late or damaged.
-TEMPORARY_CODES += ["RequestTimeout", "IncompleteBody", "BadDigest"]
-TEMPORARY_CODES += ["XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"]
 TEMPORARY_STATUS = (429, 500, 502, 503, 504)
 NO_RENEWAL = ["CredentialRetrievalError", "SSOError", "TokenRetrievalError"]
 NO_ANSWER = ["ConnectionError", "HTTPClientError", "EndpointConnectionError"]
@@ -122,9 +123,10 @@ def code_of(error: BaseException) -> str:
 
 def is_temporary(status: int, code: str | None) -> bool:
     """Return whether the same request may succeed later. EC2's status 500 for lack of capacity is not temporary."""
-    return (code or "").removeprefix(KMS) in TEMPORARY_CODES or (
-        status in TEMPORARY_STATUS and "Capacity" not in (code or "")
-    )
+    code = code or ""
+    if code.removeprefix(KMS) in TEMPORARY_CODES:
+        return True
+    return status in TEMPORARY_STATUS and "Capacity" not in code
 
 
 def problem_and_cure(
@@ -136,12 +138,13 @@ def problem_and_cure(
     cures: Mapping[str, str] | None = None,
 ) -> tuple[str, str]:
     """Return the meaning of a code, including AWS's text, and its cure ("" if unknown). `cures` overrides TABLE."""
-    problem, cure = TABLE.get(
-        KMS if code.startswith(KMS) else code, (SAID if code or status else "{text}", "")
-    )
+    said = SAID if code or status else "{text}"
+    known = KMS if code.startswith(KMS) else code
+    problem, cure = TABLE.get(known, (said, ""))
     answer = f"{status or ''} {code}".strip()
     if is_temporary(status, code):
-        problem, cure = "{service} answers {answer}", ""
+        problem = "{service} answers {answer}"
+        cure = ""
     problem = problem.format(service=service, answer=answer, code=code, text=text)
     return problem.rstrip(" .:"), (cures or {}).get(code, cure)
 
@@ -154,13 +157,14 @@ def explain(
     cures: Mapping[str, str] | None = None,
 ) -> Exception:
     """Return Rejected, BadCredentials or Unreachable for an error of boto3, in one line that begins with `where`."""
-    code, text, status, times = code_of(error), one_line(error), 0, 1
+    code = code_of(error)
+    text = one_line(error)
+    status = 0
+    times = 1
     if isinstance(error, ClientError):
         metadata = error.response.get("ResponseMetadata", {})
-        status, times = (
-            int(metadata.get("HTTPStatusCode", 0)),
-            int(metadata.get("RetryAttempts", 0)) + 1,
-        )
+        status = int(metadata.get("HTTPStatusCode", 0))
+        times += int(metadata.get("RetryAttempts", 0))
         text = one_line(error.response.get("Error", {}).get("Message") or "")
         text = text.split(" Encoded authorization failure")[0][:500]
     problem, cure = problem_and_cure(code, text, status=status, service=service, cures=cures)

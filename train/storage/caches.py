@@ -47,10 +47,17 @@ def foreign_fault(status: os.stat_result, *, is_parent: bool) -> str | None:
     """Return why other users could change files in a folder, or replace it if `is_parent`; None if they cannot."""
     if not stat.S_ISDIR(status.st_mode):
         return "is a link or a file"
-    if status.st_uid != os.geteuid() and not (is_parent and status.st_uid in (0, NOBODY)):
-        return f"belongs to user {status.st_uid}, and you are {os.geteuid()}"
-    writable = status.st_mode & (stat.S_IWOTH if is_parent else stat.S_IWOTH | stat.S_IWGRP)
-    if writable and not (is_parent and status.st_mode & stat.S_ISVTX):
+    own = os.geteuid()
+    owners = [own]
+    writers = stat.S_IWOTH | stat.S_IWGRP
+    is_sticky = False
+    if is_parent:
+        owners += [0, NOBODY]
+        writers = stat.S_IWOTH
+        is_sticky = bool(status.st_mode & stat.S_ISVTX)
+    if status.st_uid not in owners:
+        return f"belongs to user {status.st_uid}, and you are {own}"
+    if status.st_mode & writers and not is_sticky:
         return f"can be written to by others (mode {stat.S_IMODE(status.st_mode):o})"
     return None
 

@@ -60,10 +60,10 @@ def check_entries(folder: Path, entries: Mapping[Any, FileEntry], *, checksums: 
 
     def examine(name: str) -> str | None:
         fault = fault_of_file(folder / name, entries[name], checksum=checksums)
-        return fault and f"{folder / name} {fault}; prepare the data again"
+        return fault and f"{folder / name} {fault}"
 
     fault = first_fault(examine, entries)
-    check(fault is None, fault or "")
+    check(fault is None, f"{fault}; prepare the data again")
 
 
 def read_verified(

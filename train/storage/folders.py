@@ -103,7 +103,8 @@ class LocalFolder:
     """A folder on this machine. A new one is private, whatever the umask: it may contain users' texts."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.location = path, str(path)
+        self.path = path
+        self.location = str(path)
 
     def at(self, name: str) -> Path:
         """Return the path of a file. Raises BadContent if the name would lead out of the folder."""
@@ -130,15 +131,17 @@ class LocalFolder:
     def write(self, name: str, content: bytes) -> None:
         path = self.at(name)
         with disk_errors("write", path):
-            self.path.mkdir(PRIVATE, parents=True, exist_ok=True)
-            path.parent.mkdir(parents=True, exist_ok=True)
+            self._make_parents(path)
             write_atomic(path, content)
+
+    def _make_parents(self, path: Path) -> None:
+        self.path.mkdir(PRIVATE, parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
 
     def create(self, name: str, content: bytes) -> bool:
         path = self.at(name)
         with disk_errors("write", path):
-            self.path.mkdir(PRIVATE, parents=True, exist_ok=True)
-            path.parent.mkdir(parents=True, exist_ok=True)
+            self._make_parents(path)
             # Callers try again with what they read, and a pipe is never read.
             with suppress(FileNotFoundError):
                 check_regular(path, path.lstat())
@@ -176,14 +179,20 @@ class LocalFolder:
             raise NotPermitted(f"cannot delete {path}: {error.strerror}") from error
 
     def names(self, prefix: str = "") -> list[str]:
-        top = self.path / prefix.rpartition("/")[0]
-        files = (path for path in files_below(top) if path.is_file() and not is_temporary(path))
-        names = (path.relative_to(self.path).as_posix() for path in files)
-        return sorted(name for name in names if name.startswith(prefix))
+        found = []
+        for path in files_below(self.path / prefix.rpartition("/")[0]):
+            name = path.relative_to(self.path).as_posix()
+            if name.startswith(prefix) and not is_temporary(path) and path.is_file():
+                found.append(name)
+        return sorted(found)
 
     def listing(self, prefix: str = "") -> dict[str, Head]:
-        heads = {name: self.head(name) for name in self.names(prefix)}
-        return {name: head for name, head in heads.items() if head is not None}
+        found = {}
+        for name in self.names(prefix):
+            head = self.head(name)
+            if head is not None:
+                found[name] = head
+        return found
 
     def names_here(self) -> set[str]:
         with disk_errors("list", self.path):
@@ -287,10 +296,11 @@ def make_folder(path: Path) -> Path:
 
 def check_space(folder: Path, num_bytes: int) -> None:
     """If the folder's disk lacks space for `num_bytes`, remove the folder and raise OSError."""
+    needed_bytes = num_bytes * SPACE_FACTOR
     available_bytes = atomic_io.free_bytes(folder)
-    if available_bytes < num_bytes * SPACE_FACTOR:
+    if available_bytes < needed_bytes:
         discard(folder)
-        text = f"{num_bytes * SPACE_FACTOR / 1e9:.3g} GB are needed, {available_bytes / 1e9:.3g} GB are free"
+        text = f"{needed_bytes / 1e9:.3g} GB are needed, {available_bytes / 1e9:.3g} GB are free"
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {text}", str(folder.parent))
 
 

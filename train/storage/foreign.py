@@ -80,10 +80,14 @@ def check_regular(path: Path, status: os.stat_result) -> None:
 
 def is_inside(path: Path, root: Path) -> bool:
     """Return whether a path lies in a folder after links are followed."""
-    tops = [Path(os.path.realpath(root))]
-    # In the Hub's cache, a file of a snapshot is a link to a blob of the same repository.
-    tops += [parent.parent / "blobs" for parent in tops[0].parents if parent.name == "snapshots"]
-    return any(Path(os.path.realpath(path)).is_relative_to(top) for top in tops)
+    top = Path(os.path.realpath(root))
+    tops = [top]
+    for parent in top.parents:
+        # In the Hub's cache, a file of a snapshot is a link to a blob of the same repository.
+        if parent.name == "snapshots":
+            tops.append(parent.parent / "blobs")
+    real = Path(os.path.realpath(path))
+    return any(map(real.is_relative_to, tops))
 
 
 def check_inside(path: Path, root: Path) -> None:

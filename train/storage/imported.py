@@ -110,5 +110,8 @@ def line_in(error: BaseException, path: Path) -> int | None:
 
 def blamed(error: BaseException) -> str | None:
     """Return the imported file and line that led to an error; None if no imported file is in its traceback."""
-    lines = ((name, line_in(error, each.path)) for name, each in IMPORTED.items())
-    return next((f"{name}, line {line}" for name, line in lines if line is not None), None)
+    for name, each in IMPORTED.items():
+        line = line_in(error, each.path)
+        if line is not None:
+            return f"{name}, line {line}"
+    return None

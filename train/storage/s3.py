@@ -122,22 +122,18 @@ def renew_credentials(
 ) -> float | None:
     """If S3 rejects the keys of the first attempt, retry immediately with the keys that ~/.aws contains now."""
     # boto3 reads these keys only once, but renews all other kinds of credentials.
-    held, code = session.get_credentials(), response and response[1].get("Error", {}).get("Code")
-    if (
-        attempts > 1
-        or code not in (*EXPIRED, *UNKNOWN)
-        or isinstance(held, RefreshableCredentials)
-    ):
+    held = session.get_credentials()
+    code = response and response[1].get("Error", {}).get("Code")
+    is_rejected = code in (*EXPIRED, *UNKNOWN)
+    if attempts > 1 or not is_rejected or isinstance(held, RefreshableCredentials):
         return None
     # the file is missing or half written: S3's answer is reported instead
     with suppress(InputError, Unreachable):
         present = credentials(open_session(s3))
         if present is not None:
-            held.access_key, held.secret_key, held.token = (
-                present.access_key,
-                present.secret_key,
-                present.token,
-            )
+            held.access_key = present.access_key
+            held.secret_key = present.secret_key
+            held.token = present.token
     return 0.0
 
 
@@ -148,15 +144,10 @@ def reject_another_region(
     if response is None:
         return
     parsed = response[1]
-    status, code = (
-        parsed["ResponseMetadata"].get("HTTPStatusCode"),
-        parsed.get("Error", {}).get("Code"),
-    )
+    status = parsed["ResponseMetadata"].get("HTTPStatusCode")
+    code = parsed.get("Error", {}).get("Code")
     # "400" is the code for HEAD, whose responses have no body
-    if status == 301 or code in (
-        *ELSEWHERE,
-        "400",
-    ):
+    if status == 301 or code in (*ELSEWHERE, "400"):
         raise ClientError(parsed, operation.name)
 
 
@@ -166,7 +157,8 @@ class S3Folder:
     def __init__(self, location: str, s3: S3Config) -> None:
         self.bucket, self.prefix = split(location)
         self.location = f"s3://{self.bucket}/{self.prefix}".rstrip("/")
-        self.s3, self.session = s3, open_session(s3)
+        self.s3 = s3
+        self.session = open_session(s3)
         self.client = open_client(self.session, s3)
         self.encryption = encryption(s3)
         endpoint = self.client.meta.endpoint_url  # may come from the environment or ~/.aws
@@ -275,41 +267,38 @@ class S3Folder:
         return list(self.listing(prefix))
 
     def listing(self, prefix: str = "") -> dict[str, Head]:
-        # The console's "folders" are empty objects whose names end in a slash.
-        listed = {
-            name: item
-            for name, item in sorted(self._list(prefix).items())
-            if not name.endswith("/")
-        }
-        if odd := [name for name in listed if not is_path(name)]:
+        listed = {}
+        odd = []
+        for name, item in sorted(self._list(prefix).items()):
+            if is_path(name):
+                listed[name] = item
+            elif not name.endswith("/"):
+                # The console's "folders" are empty objects whose names end in a slash.
+                odd.append(name)
+        if odd:
             text = f"objects whose names are not valid file names are skipped: {odd[:3]}"
             warn_once(("names", self.location), f"{self.location}: {text}")
-        return {name: item for name, item in listed.items() if is_path(name)}
+        return listed
 
     def names_here(self) -> set[str]:
         return {name.rstrip("/") for name in self._list("", Delimiter="/")} - {""}
 
     def _list(self, prefix: str, **options: str) -> dict[str, Head]:
         """Return the objects and, with a Delimiter, the prefixes that have objects under them."""
-        paginator, start = self.client.get_paginator("list_objects_v2"), self.key(prefix)
+        paginator = self.client.get_paginator("list_objects_v2")
+        start = self.key(prefix)
         # directory buckets list only prefixes that end in a slash
         whole = start[: start.rfind("/") + 1]
+        listed = {}
         with self.explained("list", prefix):
-            pages = list(paginator.paginate(Bucket=self.bucket, Prefix=whole, **options))
-        listed = {
-            item["Key"]: Head(item["Size"], item["ETag"])
-            for page in pages
-            for item in page.get("Contents", ())
-        }
-        listed |= {
-            item["Prefix"]: Head(0, "")
-            for page in pages
-            for item in page.get("CommonPrefixes", ())
-        }
+            for page in paginator.paginate(Bucket=self.bucket, Prefix=whole, **options):
+                for item in page.get("Contents", ()):
+                    listed[item["Key"]] = Head(item["Size"], item["ETag"])
+                for item in page.get("CommonPrefixes", ()):
+                    listed[item["Prefix"]] = Head(0, "")
+        top = self.key("")
         return {
-            key.removeprefix(self.key("")): item
-            for key, item in listed.items()
-            if key.startswith(start)
+            key.removeprefix(top): item for key, item in listed.items() if key.startswith(start)
         }
 
     @contextmanager
@@ -321,21 +310,19 @@ class S3Folder:
         except ClientError as error:
             raise self.explain(error, action, url) from error
         except BROKEN_OFF as error:
-            where, reason = (
-                self.s3.endpoint or "S3",
-                one_line(error).replace(' on endpoint URL: "None"', ""),
-            )
+            where = self.s3.endpoint or "S3"
+            reason = one_line(error).replace(' on endpoint URL: "None"', "")
             raise Unreachable(f"{url}: no complete answer from {where}: {reason}") from error
         except BotoCoreError as error:
             raise aws_errors.explain(error, url, service="S3") from error
-        except (
-            FileNotFoundError
-        ) as error:  # of a file on this machine: only S3 can say that an object is missing
+        except FileNotFoundError as error:
+            # of a file on this machine: only S3 can say that an object is missing
             raise Unreachable(f"{url}: cannot {action} it: {one_line(error)}") from error
 
     def explain(self, error: ClientError, action: str, url: str) -> Exception:
         """Return the exception for an error response of S3. `action` is what failed: read, write, delete or list."""
-        code, answer = code_of(error), error.response.get("ResponseMetadata", {})
+        code = code_of(error)
+        answer = error.response.get("ResponseMetadata", {})
         if code == MISSING:
             return FileNotFoundError(url)
         if code in TAKEN:

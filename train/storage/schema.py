@@ -221,7 +221,8 @@ def record(kind: type[T], values: object, where: str = "") -> T:
 
 def of_type(hint: Any, value: object, where: str) -> Any:
     """Return `value` as the type `hint`, with names and records converted. Raises BadContent if the type differs."""
-    origin, inner = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    inner = get_args(hint)
     if hint is Any or hint is object:
         return value
     if origin in (Union, UnionType):  # X | None

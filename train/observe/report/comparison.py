@@ -17,16 +17,18 @@ WORK = ("task.", "model.", "optim.", "seed")  # prefixes of settings that determ
 DATA = ("identity.data", "identity.data.lengths", "eval_examples", "seq_len")
 MACHINE = ("device", "instance.name", "world_size")
 MOST_TIMES = 1e6  # a ratio above this, or below its inverse, is an error
+NO_SCORE = {"last": (None, 0)}
 
 
 def times(run: Run, baseline: Run, key: str) -> str:
     """Return a value of the summary as a multiple of the baseline's; "" if it is unknown or implausible."""
-    value, base = run.summary[key], baseline.summary[key]
-    if run is baseline or not value or not base or value < 0 or base < 0:
+    value = run.summary[key]
+    base = baseline.summary[key]
+    if run is baseline or not value or not base:
         return ""
-    ratio = value / base
-    if 1 / MOST_TIMES < ratio < MOST_TIMES:
-        return f"{ratio:.2f} times"
+    is_known = value > 0 and base > 0
+    if is_known and 1 / MOST_TIMES < value / base < MOST_TIMES:
+        return f"{value / base:.2f} times"
     return ""
 
 
@@ -40,25 +42,36 @@ def over_seeds(runs: Sequence[Run]) -> list[list[str]]:
     """
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        same = {key: value for key, value in run.config.items() if key not in ("run_dir", "seed")}
-        groups.setdefault(json.dumps(same, sort_keys=True, default=str), []).append(run)
-    seeds = [{str(run.config.get("seed")) for run in group} for group in groups.values()]
-    if max(map(len, seeds)) < 2:
+        same = dict(run.config)
+        for key in ("run_dir", "seed"):
+            same.pop(key, None)
+        settings = json.dumps(same, sort_keys=True, default=str)
+        groups.setdefault(settings, []).append(run)
+    most_seeds = 0
+    for group in groups.values():
+        seeds = {str(run.config.get("seed")) for run in group}
+        most_seeds = max(most_seeds, len(seeds))
+    if most_seeds < 2:
         return []
     header = ["over seeds", "validation", "mean", "spread", "runs"]
-    return [header, *(seeds_row(group) for group in groups.values())]
+    return [header, *map(seeds_row, groups.values())]
 
 
 def seeds_row(runs: list[Run]) -> list[str]:
     name = str(runs[0].config.get("best.metric"))
-    found = [run.summary["scores"][name] for run in runs if name in run.summary["scores"]]
-    values = [settled(points)[0] for points in found]
-    known = [value for value in values if value is not None]
-    mean, spread, number = "unknown", "unknown", str(len(known))
+    known = []
+    for run in runs:
+        points = run.summary["scores"].get(name, NO_SCORE)
+        value, _ = settled(points)
+        if value is not None:
+            known.append(value)
+    mean = "unknown"
     if known:
         mean = f"{fmean(known):.4g}"
+    spread = "unknown"
     if len(known) > 1:
         spread = f"{stdev(known):.4g}"
+    number = str(len(known))
     if len(known) < len(runs):
         number += f" of {len(runs)}"
     labels = shortlist([run.label for run in runs])
@@ -105,10 +118,13 @@ def unknown_tasks(runs: Sequence[Run]) -> Iterator[str]:
 
 def work_differences(run: Run, baseline: Run) -> list[str]:
     """List what differs in the runs' work. Larger batches of the same sequences are no difference."""
-    settings = [key for key in {**baseline.config, **run.config} if key.startswith(WORK)]
+    keys = {**baseline.config, **run.config}
+    settings = [key for key in keys if key.startswith(WORK)]
     result = differing(run, baseline, [*settings, *DATA])
-    there, here = baseline.summary["examples"], run.summary["examples"]
-    if there is not None and here is not None and abs(here - there) > SAME_EXAMPLES * there:
+    there = baseline.summary["examples"]
+    here = run.summary["examples"]
+    are_known = there is not None and here is not None
+    if are_known and abs(here - there) > SAME_EXAMPLES * there:
         result.append("sequences consumed")
     return result
 

@@ -117,8 +117,9 @@ def texts(values: Values, key: str) -> list[str]:
 def splits_of(content: Values) -> dict[str, dict[str, Any]]:
     """Return the splits in a file: train and validation first, then the others by name."""
     splits = mapping(content, "splits")
-    names = sorted(splits, key=lambda name: (name != "train", name != "validation", name))
-    return {name: mapping(splits, name) for name in names}
+    usual = [name for name in ("train", "validation") if name in splits]
+    others = sorted(splits.keys() - {*usual})
+    return {name: mapping(splits, name) for name in [*usual, *others]}
 
 
 # ---- tables --------------------------------------------------------------------------------------------------------
@@ -127,10 +128,13 @@ def splits_of(content: Values) -> dict[str, dict[str, Any]]:
 def table_of(corner: str, columns: dict[str, dict[str, str]], missing: str = "unknown") -> Table:
     """Return a table with a row for each key of the columns; [] if there is none. The first row is the header."""
     labels = {label: None for column in columns.values() for label in column}
-    rows = [[label, *(each.get(label, missing) for each in columns.values())] for label in labels]
-    if not rows:
+    if not labels:
         return []
-    return [[corner, *columns], *rows]
+    table = [[corner, *columns]]
+    for label in labels:
+        values = [column.get(label, missing) for column in columns.values()]
+        table.append([label, *values])
+    return table
 
 
 def splits_table(records: Records) -> Table:
@@ -139,9 +143,11 @@ def splits_table(records: Records) -> Table:
     for name, split in splits_of(records.data).items():
         read = sum(number(split, key) or 0 for key in READ)
         column = {"Rows of the files": count(read)}
-        column |= {label: count(number(split, key)) for label, key in ROWS}
+        for label, key in ROWS:
+            column[label] = count(number(split, key))
         for note, value in numbers(mapping(split, "notes")).items():
-            column[note.replace("_", " ").capitalize()] = count(value)
+            label = note.replace("_", " ").capitalize()
+            column[label] = count(value)
         columns[name] = column
     return table_of("", columns)
 
@@ -149,11 +155,10 @@ def splits_table(records: Records) -> Table:
 def remarks(records: Records) -> Iterator[str]:
     """Yield a remark for each split of an evaluation that has classes which the model never finds."""
     for name, split in splits_of(records.evaluation).items():
-        missed = [
-            f"{label} (0 of {support})"
-            for label, *_, recall, _, support in classes_table(split)[1:]
-            if recall in ("0", "0.0000") and support not in ("0", "unknown")
-        ]
+        missed = []
+        for label, _, recall, _, support in classes_table(split)[1:]:
+            if recall in ("0", "0.0000") and support not in ("0", "unknown"):
+                missed.append(f"{label} (0 of {support})")
         if missed:
             yield f"{name}: the model never finds {shortlist(missed)}: recall 0"
 
@@ -162,13 +167,15 @@ def labels_table(records: Records) -> Table:
     """Return a table with a row per label: its count in each split, and its share of the split's labels."""
     columns = {}
     for name, split in splits_of(records.data).items():
-        counts = dict.fromkeys(records.labels, 0.0) | numbers(mapping(split, "label_counts"))
+        counts = dict.fromkeys(records.labels, 0.0)
+        counts |= numbers(mapping(split, "label_counts"))
         total = sum(counts.values())
-        if total:
-            columns[name] = {
-                label: f"{count(value)} ({share(value / total)})"
-                for label, value in counts.items()
-            }
+        if not total:
+            continue
+        column = {}
+        for label, value in counts.items():
+            column[label] = f"{count(value)} ({share(value / total)})"
+        columns[name] = column
     return table_of("Label", columns, missing="0 (0.0%)")
 
 
@@ -176,29 +183,37 @@ def metrics_table(records: Records) -> Table:
     """Return a table of an evaluation with a row per metric, or related number, and a column per split."""
     columns = {}
     for name, split in splits_of(records.evaluation).items():
-        found = numbers(mapping(split, "metrics")) | numbers(split)
-        columns[name] = {key.replace("_", " "): score(value) for key, value in found.items()}
+        column = {}
+        for values in (mapping(split, "metrics"), split):
+            for key, value in numbers(values).items():
+                column[key.replace("_", " ")] = score(value)
+        columns[name] = column
     return table_of("", columns)
 
 
 def classes_table(split: Values) -> Table:
     """Return a table with a row per label: precision, recall, F1 and the number of examples with the label."""
     known = mapping(split, "per_class")
-    columns: dict[str, dict[str, str]] = {title: {} for title in (*SCORES, "Support")}
+    if not known:
+        return []
+    table = [["Label", *SCORES, "Support"]]
     for label in known:
         values = mapping(known, label)
-        for title, key in SCORES.items():
-            columns[title][label] = score(number(values, key))
-        columns["Support"][label] = count(number(values, "support"))
-    return table_of("Label", columns)
+        scores = [score(number(values, key)) for key in SCORES.values()]
+        table.append([label, *scores, count(number(values, "support"))])
+    return table
 
 
 def confusion_table(split: Values) -> Table:
     """Return the confusion matrix: a row per true label, a column per predicted one; [] without a matrix."""
-    labels, rows = texts(split, "labels"), split.get("confusion")
+    labels = texts(split, "labels")
+    rows = split.get("confusion")
     if not rows or not isinstance(rows, list) or len(rows) != len(labels):
         return []
     table = [["true, by predicted", *labels]]
     for label, row in zip(labels, rows, strict=True):
-        table.append([label, *map(as_text, row if isinstance(row, list) else [])])
+        counts = []
+        if isinstance(row, list):
+            counts = [as_text(each) for each in row]
+        table.append([label, *counts])
     return table

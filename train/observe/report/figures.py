@@ -164,8 +164,11 @@ def points_of(run: Run, key: str, x: str, is_validation: bool = True) -> Table:
 
 def last_x(runs: list[Run], x: str) -> float:
     """Return the right end of the x axis, which all curves share; its left end is 0."""
-    tables = [lines for run in runs for lines in (run.train, run.evaluations)]
-    return max(known(lines[x].max()) or 0.0 for lines in tables) or 1.0
+    end = 0.0
+    for run in runs:
+        for lines in (run.train, run.evaluations):
+            end = max(end, known(lines[x].max()) or 0.0)
+    return end or 1.0
 
 
 def add_validation(axes: Axes, runs: list[Run], x: str) -> None:
@@ -215,7 +218,8 @@ def add_legend(figure: Figure, axes: Axes, *, num_columns: int) -> None:
     names = axes.get_legend_handles_labels()[1]
     if len(names) > 1:
         figure.legend(loc="outside lower center", ncols=num_columns)
-        figure.set_figheight(HEIGHT + ROW * math.ceil(len(names) / num_columns))
+        num_rows = math.ceil(len(names) / num_columns)
+        figure.set_figheight(HEIGHT + ROW * num_rows)
 
 
 # ---- for all figures -----------------------------------------------------------------------------------------------

@@ -24,7 +24,14 @@ from train.observe.report.data import (
     texts,
 )
 from train.observe.report.figures import WIDTH, curves, look, x_axis
-from train.observe.report.run import Run, ending, main_score, settled, tell_apart
+from train.observe.report.run import (
+    Run,
+    differing_settings,
+    ending,
+    main_score,
+    settled,
+    tell_apart,
+)
 from train.observe.report.texts import (
     as_text,
     at_step,
@@ -37,7 +44,6 @@ from train.run_folder import samples
 from train.storage.folders import LocalFolder
 
 ALWAYS = ("MFU", "Cost", "Final training loss")  # rows that are shown even if they are unknown
-NO_SCORE = {"last": (None, 0)}
 SAME = ("task.kind", "identity.data", "eval_examples")  # else scores are not comparable
 MOST_FAULTS = 1000  # the newest ones are listed
 TONES = {"done": "good", "failed": "bad", "refused": "bad", "diverged": "bad"}
@@ -51,7 +57,9 @@ def gigabytes(value: float) -> str:
 
 TIME = "Training time (h:mm:ss)"
 SPEED = "Tokens/s over the whole run"
-COUNT, SECONDS, SHARE = "{:,.0f}".format, "{:,.1f}".format, "{:.1%}".format
+COUNT = "{:,.0f}".format
+SECONDS = "{:,.1f}".format
+SHARE = "{:.1%}".format
 ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("Task", "task.kind", as_text),
     ("Model", "model", as_text),
@@ -100,14 +108,15 @@ def facts(run: Run, baseline: Run) -> dict[str, str]:
         value = run.value(key)
         if form not in TEXTS:
             value = number({key: value}, key)
-        result[label] = "unknown"
+        shown = "unknown"
         if value is not None:
-            result[label] = form(value)
+            shown = form(value)
         times = ""
         if key in WITH_RATIO:
             times = comparison.times(run, baseline, key)
         if times:
-            result[label] += f" ({times})"
+            shown += f" ({times})"
+        result[label] = shown
     if summary["cost_usd"] is not None and summary["cost_partial"]:
         result["Cost"] = f"at least {result['Cost']}"
     return result
@@ -117,25 +126,31 @@ def table(runs: Sequence[Run]) -> Table:
     """Return rows of a label and a text per run. Rows unknown for all runs are left out, except ALWAYS."""
     columns = [facts(run, runs[0]) for run in runs]
     labels = {label: None for column in columns for label in column}
-    rows = [[label, *(column.get(label, "unknown") for column in columns)] for label in labels]
-    return [row for row in rows if row[0] in ALWAYS or set(row[1:]) != {"unknown"}]
+    rows = []
+    for label in labels:
+        values = [column.get(label, "unknown") for column in columns]
+        if label in ALWAYS or set(values) != {"unknown"}:
+            rows.append([label, *values])
+    return rows
 
 
 def top_rows(runs: Sequence[Run]) -> Table:
     """Return the rows that matter most: settings that differ, the score by which runs are judged, and AT_TOP."""
-    judged = f"Validation {runs[0].metric(str(main_score(runs[0]))).title}"
-    rows = [row for row in table(runs) if row[0].partition(",")[0] in (judged, *AT_TOP)]
-    return [*config_differences(runs)[:MOST_SETTINGS], *rows]
+    score = runs[0].metric(str(main_score(runs[0])))
+    wanted = (f"Validation {score.title}", *AT_TOP)
+    rows = config_differences(runs)[:MOST_SETTINGS]
+    for row in table(runs):
+        label = row[0].partition(",")[0]
+        if label in wanted:
+            rows.append(row)
+    return rows
 
 
 def config_differences(runs: Sequence[Run]) -> Table:
-    """Return rows of a key and a value per run for the keys that differ. run_dir, which always differs, is left out."""
-    keys = sorted({key for run in runs for key in run.config} - {"run_dir"})
+    """Return rows of a key and a value per run for the settings that differ."""
     rows = []
-    for key in keys:
-        values = [as_text(run.config.get(key, "-")) for run in runs]
-        if len(set(values)) > 1:
-            rows.append([key, *values])
+    for key in differing_settings(runs):
+        rows.append([key, *(as_text(run.config.get(key, "-")) for run in runs)])
     return rows
 
 
@@ -154,25 +169,30 @@ def best_of(runs: Sequence[Run]) -> int | None:
     """Return the number of the run with the best score; None without a score, or if scores cannot be compared."""
     name = str(main_score(runs[0]))
     sign = runs[0].metric(name).sign
-    differ = [key for run in runs for key in comparison.differing(run, runs[0], SAME)]
+    differ = any(comparison.differing(run, runs[0], SAME) for run in runs)
     if differ or not sign or comparison.over_seeds(runs):
         return None
-    values = [settled(run.summary["scores"].get(name, NO_SCORE))[0] for run in runs]
-    known = {number: sign * value for number, value in enumerate(values) if value is not None}
+    known = {}
+    for index, run in enumerate(runs):
+        points = run.summary["scores"].get(name, comparison.NO_SCORE)
+        value, _ = settled(points)
+        if value is not None:
+            known[index] = sign * value
     return max(known, key=known.__getitem__, default=None)
 
 
 def cards(run: Run) -> list[Card]:
     """Return the score by which a run is judged, how it ended, and rows of the table that are known."""
-    steps, planned = run.summary["steps"], number(run.environment, "plan.total_steps")
-    end, reason = ending(run)
-    far = f"step {steps:,} of {count(planned)}"
-    result = [Card("Outcome", end, [far, reason], TONES.get(end, ""))]
+    result = []
     name = main_score(run)
     if name is not None:
         value, step = settled(run.summary["scores"][name])
         title = f"Validation {run.metric(name).title}"
-        result.insert(0, Card(title, figure(value), [f"at step {step:,}"]))
+        result.append(Card(title, figure(value), [f"at step {step:,}"]))
+    end, reason = ending(run)
+    planned = number(run.environment, "plan.total_steps")
+    far = f"step {run.summary['steps']:,} of {count(planned)}"
+    result.append(Card("Outcome", end, [far, reason], TONES.get(end, "")))
     known = facts(run, run)
     for label in ON_CARDS:
         if known[label] != "unknown":
@@ -263,10 +283,12 @@ def render(runs: list[Run], output: Path, *, failed: Sequence[str] = ()) -> Path
     its cards; of several, how they compare.
     """
     tell_apart(runs)
-    records, answers = Records(), None
+    records = Records()
+    answers = None
     warnings = list(failed)
     if len(runs) == 1:
-        records, answers = runs[0].records or records, samples_of(runs[0])
+        records = runs[0].records or records
+        answers = samples_of(runs[0])
         warnings += remarks(records)
     else:
         warnings += comparison.warnings(runs)

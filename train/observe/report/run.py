@@ -9,7 +9,7 @@ ROWS in page.py.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -162,9 +162,8 @@ def table_of(
         row: list[Any] = [number(line, name) for name in names]
         row += [as_text(line.get(name, "")) for name in TEXTS]
         rows.append(row)
-    table = pandas.DataFrame(rows[::-1], columns=[*names, *TEXTS]).astype(
-        dict.fromkeys(names, float)
-    )
+    table = pandas.DataFrame(rows[::-1], columns=[*names, *TEXTS])
+    table = table.astype(dict.fromkeys(names, float))
     start_s = number(environment, "first_started_unix_s") or 0.0
     table["since_start_s"] = float("nan")
     if start_s > WRITTEN_UNIX_S:
@@ -178,9 +177,12 @@ def declared_scores(config: Mapping[str, Any]) -> dict[str, Metric]:
     prefix = "data.more_validation."
     splits = [key.removeprefix(prefix) for key in config if key.startswith(prefix)]
     wanted = str(config.get("best.metric"))
-    declared = {wanted: Metric(wanted, None), **scores_of(str(config.get("task.kind")), splits)}
-    taken = {*NUMBERS, *TEXTS} - {"loss"}
-    return {name: metric for name, metric in declared.items() if name not in taken}
+    declared = {wanted: Metric(wanted, None)}
+    declared |= scores_of(str(config.get("task.kind")), splits)
+    for name in (*NUMBERS, *TEXTS):
+        if name != "loss":
+            declared.pop(name, None)
+    return declared
 
 
 def standing(lines: Table, kind: str) -> Table:
@@ -193,10 +195,12 @@ def standing(lines: Table, kind: str) -> Table:
 def tell_apart(runs: list[Run]) -> None:
     """Label each run with its folder name, and with the parent folders needed to tell equal names apart."""
     paths = [run.folder.location.split("/") for run in runs]
-    for depth in range(1, max(map(len, paths)) + 1):
+    deepest = max(map(len, paths))
+    for depth in range(1, deepest + 1):
         for run, parts in zip(runs, paths, strict=True):
             run.label = printable("/".join(parts[-depth:]))
-        if len({run.label for run in runs}) == len(runs):
+        labels = {run.label for run in runs}
+        if len(labels) == len(runs):
             break
 
 
@@ -256,17 +260,16 @@ def scores(run: Run) -> dict[str, dict[str, tuple[float | None, int]]]:
     lines = run.evaluations.set_index(run.evaluations.step.astype(int))
     for name in run.declared:
         column = lines[name]
-        sign = run.metric(name).sign
         if column.isna().all():
             continue
-        points = {"last": (known(column.iloc[-1]), int(column.index[-1]))}
+        steps = {"last": int(column.index[-1])}
+        sign = run.metric(name).sign
         if sign:
-            step = int((sign * column).idxmax())
-            points["best"] = (known(column[step]), step)
+            steps["best"] = int((sign * column).idxmax())
         exported = run.exported_step
         if exported is not None and exported in column.index:
-            points["exported"] = (known(column[exported]), exported)
-        result[name] = points
+            steps["exported"] = exported
+        result[name] = {which: (known(column[step]), step) for which, step in steps.items()}
     return result
 
 
@@ -277,14 +280,18 @@ def settled(points: Mapping[str, tuple[Any, int]]) -> tuple[Any, int]:
 
 def final_scores(run: Run) -> dict[str, float]:
     """Return the value of each score by which a run is judged; NaN if it is not finite."""
-    values = {name: settled(points)[0] for name, points in run.summary["scores"].items()}
-    return {name: float("nan") if value is None else value for name, value in values.items()}
+    values = {}
+    for name, points in run.summary["scores"].items():
+        value, _ = settled(points)
+        if value is None:
+            value = float("nan")
+        values[name] = value
+    return values
 
 
 def beside(runs: list[Run]) -> Table:
     """Return a table with a row for each run: the settings that differ, the scores, and numbers of the summary."""
-    keys = sorted({key for run in runs for key in run.config} - {"run_dir"})
-    differing = [key for key in keys if len({str(run.config.get(key)) for run in runs}) > 1]
+    differing = differing_settings(runs)
     rows = []
     for run in runs:
         settings = {key: run.config.get(key) for key in differing}
@@ -293,53 +300,79 @@ def beside(runs: list[Run]) -> Table:
     return pandas.DataFrame(rows, index=[run.label for run in runs])
 
 
+def differing_settings(runs: Sequence[Run]) -> list[str]:
+    """Return the keys of the settings that differ, without run_dir, which always does."""
+    keys = {key for run in runs for key in run.config} - {"run_dir"}
+    differing = []
+    for key in sorted(keys):
+        values = {str(run.config.get(key)) for run in runs}
+        if len(values) > 1:
+            differing.append(key)
+    return differing
+
+
 def speed(run: Run) -> Summary:
     """Return the run's progress, speed, memory and cost."""
-    # An attempt that came to no step counts for nothing.
-    lines = run.lines
-    worked = lines.attempt[lines.kind.isin(WITH_STEPS)]
-    if len(worked):
-        lines = lines[lines.attempt.isin(worked)]
-    ends = lines.groupby("attempt").tail(1)
-    is_cut = ends.kind != "summary"
+    lines = worked_lines(run.lines)
     # Each attempt counts from 0; the time to compile, each train line.
     reached = lines.groupby("attempt")[["train_s", "tokens"]].max()
-    train_s, tokens = total(reached.train_s), total(reached.tokens)
+    train_s = total(reached.train_s)
+    tokens = total(reached.tokens)
     tokens_per_s = None
     if tokens and train_s:
         tokens_per_s = tokens / train_s
     compiled = lines[lines.kind == "train"].groupby("attempt").compile_s.sum(min_count=1)
     summaries = lines[lines.kind == "summary"].groupby("attempt").last()
-    train_loss, reason = None, None
+    train_loss = None
     if len(run.train):
         train_loss = known(run.train.loss.iloc[-1])
-    if not is_cut.iloc[-1]:
-        reason = ends.reason.iloc[-1]
     return {
         "steps": last_step(lines),
         "examples": last(run.train.examples),
         "tokens": tokens,
         "train_s": train_s,
         "tokens_per_s": tokens_per_s,
-        "wall_s": billable_s(ends.iloc[-1]),
         "compile_s": total(summaries.compile_s.combine_first(compiled)),
         "mfu": last(lines.mfu),
         "bubble_share": last(lines.bubble_share),
         "peak_device_bytes": known(lines.peak_device_bytes.max()),
         "peak_host_bytes": known(lines.peak_host_bytes.max()),
         "cost_usd": last(lines.cost_usd),  # of all attempts so far
-        "cost_partial": bool((is_cut | ends.cost_usd.isna()).any()),
         "train_loss": train_loss,
+        "goodput": last(run.lines.goodput),
+        **ends_of(lines),
+    }
+
+
+def worked_lines(lines: Table) -> Table:
+    """Return the lines of the attempts that came to a step: the others count for nothing, unless all are such."""
+    worked = lines.attempt[lines.kind.isin(WITH_STEPS)]
+    if len(worked):
+        return lines[lines.attempt.isin(worked)]
+    return lines
+
+
+def ends_of(lines: Table) -> Summary:
+    """Return the number of attempts, how they ended, and what is known of the time and the cost up to the end."""
+    ends = lines.groupby("attempt").tail(1)
+    is_cut = ends.kind != "summary"
+    lacks_cost = is_cut | ends.cost_usd.isna()
+    reason = None
+    if not is_cut.iloc[-1]:
+        reason = ends.reason.iloc[-1]
+    return {
+        "wall_s": billable_s(ends.iloc[-1]),
+        "cost_partial": bool(lacks_cost.any()),
         "attempts": len(ends),
         "attempts_without_summary": int(is_cut.sum()),
         "reason": reason,
-        "goodput": last(run.lines.goodput),
     }
 
 
 def last_step(lines: Table) -> int:
     """Return the last step of the last attempt. A fault or a checkpoint may be of an earlier step."""
-    own = lines[(lines.attempt == lines.attempt.iloc[-1]) & lines.kind.isin(WITH_STEPS)]
+    own = lines[lines.attempt == lines.attempt.iloc[-1]]
+    own = own[own.kind.isin(WITH_STEPS)]
     if len(own):
         return int(own.step.iloc[-1])
     return 0
@@ -358,7 +391,8 @@ def billable_s(end: Any) -> float | None:
 
 def ending(run: Run) -> tuple[str, str]:
     """Return in a word how the last attempt ended, and the reason; "" if the word says it all."""
-    end, reason = "no end recorded", "it is still running, or was killed"
+    end = "no end recorded"
+    reason = "it is still running, or was killed"
     if run.outcome:
         end = shortened(run.outcome["outcome"])
         reason = shortened(" ".join(str(run.outcome["reason"]).split()), 300)
@@ -381,9 +415,10 @@ def has_diverged(run: Run) -> bool:
 
 def main_score(run: Run) -> str | None:
     """Return the name of the score by which a run is judged; None if it was not evaluated."""
-    spec = TASKS.get(str(run.config.get("task.kind")))
-    wanted: list[str] = []
-    if spec is not None:
-        wanted = [metric.name for metric in spec.metrics]
     scores = run.summary["scores"]
-    return next((name for name in [*wanted, *scores] if name in scores), None)
+    spec = TASKS.get(str(run.config.get("task.kind")))
+    if spec is not None:
+        for metric in spec.metrics:
+            if metric.name in scores:
+                return metric.name
+    return next(iter(scores), None)

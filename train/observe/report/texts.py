@@ -25,7 +25,8 @@ def shortened(text: object, length: int = 40) -> str:
 
 def model_name(location: object) -> str:
     """Return a Hub id as it is, and the last two names of a path; of an export, those of its run."""
-    return "/".join(str(location).rstrip("/").removesuffix("/export").split("/")[-2:])
+    run = str(location).rstrip("/").removesuffix("/export")
+    return "/".join(run.split("/")[-2:])
 
 
 def as_text(value: object) -> str:
