@@ -76,11 +76,13 @@ class Swapper:
         pivot = pivot.astype(np.int64)
         is_whole = (pivot > 2) & (pivot < seq_len - 1)  # neither segment is empty
         has_order = same_document.astype(bool) & is_whole
-        swaps = has_order & (hash_uniform(self.seed, epochs, rows, 0, ORDER) < 0.5)
+        drawn = hash_uniform(self.seed, epochs, rows, 0, ORDER)
+        swaps = has_order & (drawn < 0.5)
         source = np.where(swaps[:, None], swapped(pivot, seq_len), np.arange(seq_len))
         labels = np.where(has_order, swaps, IGNORE_INDEX).astype(np.int64)
         pivots = np.where(swaps, seq_len + 1 - pivot, pivot)
-        return np.take_along_axis(tokens, source, 1), pivots, labels
+        moved = np.take_along_axis(tokens, source, 1)
+        return moved, pivots, labels
 
 
 def swapped(pivot: np.ndarray, seq_len: int) -> np.ndarray:
@@ -136,18 +138,23 @@ class MaskedRows:
         masked = [self.masker(*micro_batch) for micro_batch in micro_batches]
         labels = np.stack([each.labels for each in masked])
         labels[is_padding] = IGNORE_INDEX
-        segments = np.arange(tokens.shape[-1]) >= pivot[..., None]
-        inputs = {
-            "input_ids": torch.from_numpy(np.stack([each.input_ids for each in masked])),
-            "token_type_ids": torch.from_numpy(segments.astype(np.int64)),
-            "positions": torch.from_numpy(np.stack([each.positions for each in masked])),
-            "labels": torch.from_numpy(labels),
+        seq_len = tokens.shape[-1]
+        segments = np.arange(seq_len) >= pivot[..., None]
+        arrays = {
+            "input_ids": np.stack([each.input_ids for each in masked]),
+            "token_type_ids": segments.astype(np.int64),
+            "positions": np.stack([each.positions for each in masked]),
+            "labels": labels,
         }
         if order is not None:
-            inputs["order"] = torch.from_numpy(np.where(is_padding, IGNORE_INDEX, order))
-        tokens_each = (~is_padding).sum(1) * tokens.shape[-1]
+            arrays["order"] = np.where(is_padding, IGNORE_INDEX, order)
+        num_tokens = (~is_padding).sum(1) * seq_len
         count = (labels != IGNORE_INDEX).sum((1, 2))
-        return {"inputs": inputs, "count": count.tolist(), "tokens": tokens_each.tolist()}
+        return {
+            "inputs": {name: torch.from_numpy(array) for name, array in arrays.items()},
+            "count": count.tolist(),
+            "tokens": num_tokens.tolist(),
+        }
 
     def sequences(
         self, epochs: np.ndarray, rows: np.ndarray
@@ -206,8 +213,8 @@ class Batches:
             what = f"data.num_workers={num_workers}: the rank reads its data itself, since {fault}"
             warn_once("loader", what)
             num_workers = 0
-        num_drawn = min(MULTI_BATCH, multi_batch or MULTI_BATCH, MULTI_BATCH_ROWS // batch_size)
-        num_drawn = max(1, num_drawn)
+        limits = (MULTI_BATCH, multi_batch or MULTI_BATCH, MULTI_BATCH_ROWS // batch_size)
+        num_drawn = max(1, min(limits))
         self.groups = batched(order, num_drawn)
         self.dataset = MultiBatch(dataset)
         self.loader: DataLoader[Batch] | None = None
@@ -235,10 +242,11 @@ class Batches:
         if self.loader is not None:
             source = self.loader
         for drawn in source:
-            parts = {name: tensor.unbind(0) for name, tensor in drawn["inputs"].items()}
-            counts = zip(drawn["count"], drawn["tokens"], strict=True)
-            for number, (count, tokens) in enumerate(counts):
-                inputs = {name: tensors[number] for name, tensors in parts.items()}
+            names = list(drawn["inputs"])
+            tensors = [tensor.unbind(0) for tensor in drawn["inputs"].values()]
+            micro_batches = zip(drawn["count"], drawn["tokens"], *tensors, strict=True)
+            for count, tokens, *of_batch in micro_batches:
+                inputs = dict(zip(names, of_batch, strict=True))
                 yield {"inputs": inputs, "count": count, "tokens": tokens}
             if "failure" in drawn:
                 yield {"inputs": {}, "count": 0, "tokens": 0, "failure": drawn["failure"]}

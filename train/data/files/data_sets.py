@@ -142,7 +142,8 @@ def is_within(path: str, base_path: str, name: str) -> bool:
     """
     if "::" in name or ".." in name.split("/"):
         return False
-    name = name if "://" in name else os.path.join(base_path, name)  # noqa: PTH118 (it may be a URL)
+    if "://" not in name:
+        name = os.path.join(base_path, name)  # noqa: PTH118 (it may be a URL)
     if Path(path).is_dir():
         return "://" not in name and is_inside(Path(name), Path(path))
     commit, _, folder = base_path.removeprefix(f"{HUB_FILES}{path}@").partition("/")

@@ -121,18 +121,22 @@ class ShardSet:
             raise IndexError(f"{asked}, but there are {len(self)}")
         shard_of = np.searchsorted(self.first_rows, ascending, "right") - 1
         needed, firsts = np.unique(shard_of, return_index=True)
+        shards = needed.tolist()
         ends = [*firsts[1:], len(numbers)]
-        layouts = [self.layout[name] for name in names]
-        gathered = [np.empty((len(numbers), *shape), dtype) for shape, dtype in layouts]
-        self.open(needed.tolist())
-        for shard, first, end in zip(needed.tolist(), firsts, ends, strict=True):
+        gathered = []
+        for name in names:
+            shape, dtype = self.layout[name]
+            gathered.append(np.empty((len(numbers), *shape), dtype))
+        self.open(shards)
+        for shard, first, end in zip(shards, firsts, ends, strict=True):
             local = ascending[first:end] - self.first_rows[shard]
             tensors = self.tensors(shard)
             for name, values in zip(names, gathered, strict=True):
+                output = values[first:end]
                 # The mode "clip" writes directly to the output; the default mode gathers into a copy first.
-                tensors[name].take(local, 0, values[first:end], "clip")
+                tensors[name].take(local, 0, output, "clip")
                 if name == "tokens":
-                    self.check_tokens(shard, int(values[first:end].max()))
+                    self.check_tokens(shard, int(output.max()))
         position = np.empty_like(order)
         position[order] = np.arange(len(order))
         return [values.take(position, 0) for values in gathered]
@@ -169,14 +173,11 @@ class ShardSet:
         shard = self.shards[number]
         path = self.folder / shard.file
         tensors = map_tensors(path, reads_ahead=self.reads_ahead)
+        found = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         for name, (shape, dtype) in self.layout.items():
             wanted = ((shard.rows, *shape), dtype)
-            if name in tensors:
-                found = (tensors[name].shape, tensors[name].dtype)
-            else:
-                found = None
             says = f"{path} does not have the {shard.rows} sequences listed in the manifest"
-            check(found == wanted, f"{says}; prepare again")
+            check(found.get(name) == wanted, f"{says}; prepare again")
         self.maps[number] = tensors
         if len(self.maps) > MAPPED_SHARDS:
             del self.maps[next(iter(self.maps))]

@@ -85,9 +85,10 @@ def choose_held_out(corpus: Corpus, fraction: float, seed: int) -> HeldOut:
         if total > MOST_WEIGHED_CHARS:
             return HeldOut(seed, fraction)
     found.sort()
+    hashes = [number for number, _ in found]
     sums = np.cumsum([0, *(size for _, size in found)])
     count = int(np.abs(sums - fraction * total).argmin())
-    return HeldOut(seed, found[count][0] if count < len(found) else 1.0)
+    return HeldOut(seed, [*hashes, 1.0][count])
 
 
 def label(part: CorpusPart) -> str:
