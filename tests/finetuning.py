@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import random
 from collections.abc import Sequence
@@ -53,6 +54,25 @@ def train_with(settings: list[str], stop: StopRequest | None = None) -> tuple[st
 
 def task_of(settings: list[str]) -> Task:
     return build_task(cli.load_config(TrainConfig, settings))
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    """Write a file of JSON lines or, if the name ends so, of CSV with a header."""
+    if path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            table = csv.DictWriter(file, list(rows[0]))
+            table.writeheader()
+            table.writerows(rows)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of JSON lines, or of CSV."""
+    if path.suffix == ".csv":
+        return list(csv.DictReader(path.open(newline="")))
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def asking(

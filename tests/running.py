@@ -47,30 +47,16 @@ def write_corpus(path: Path, *, num_documents: int = 120, seed: int = 0) -> Path
 
 
 def prepare_config(output: Path, corpus: Path, *overrides: str) -> PrepareConfig:
-    return cli.load_config(
-        PrepareConfig,
-        [
-            f"output={output}",
-            *([] if any(each.startswith("corpus=") for each in overrides) else ["corpus=text"]),
-            *(
-                []
-                if any("corpus.path=" in each for each in overrides)
-                else [f"corpus.path={corpus}"]
-            ),
-            f"seq_len={SEQ_LEN}",
-            *(
-                []
-                if any("tokenizer.pretrained=" in each for each in overrides)
-                else ["tokenizer.vocab_size=120"]
-            ),
-            *(
-                []
-                if any("corpus.validation=" in each for each in overrides)
-                else ["validation_fraction=0.25"]
-            ),
-            *overrides,
-        ],
-    )
+    usual = {  # by the key of an override that replaces it
+        "corpus": "corpus=text",
+        "corpus.path": f"corpus.path={corpus}",
+        "tokenizer.pretrained": "tokenizer.vocab_size=120",
+        "corpus.validation": "validation_fraction=0.25",
+    }
+    typed = {each.partition("=")[0] for each in overrides}
+    given = [setting for key, setting in usual.items() if key not in typed]
+    words = [f"output={output}", f"seq_len={SEQ_LEN}", *given, *overrides]
+    return cli.load_config(PrepareConfig, words)
 
 
 def train_overrides(run_dir: Path, data: Path, *overrides: str) -> list[str]:

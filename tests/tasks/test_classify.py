@@ -1,13 +1,12 @@
 """Classification: texts to tokens, the loss as torch's weighted mean, metrics and predictions in the data's order."""
 
-import csv
 import json
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from finetuning import task_of, tuning
+from finetuning import read_rows, task_of, tuning, write_rows
 from rejections import rejects
 
 from train.config.tasks import ClassifyConfig
@@ -25,13 +24,12 @@ def data(texts, tmp_path_factory):
     """train.csv of 90 rows, dev.csv of 20 and other.csv of 12; the label is in the text."""
     folder = tmp_path_factory.mktemp("data")
     labels = ["good"] * 6 + ["bad"] * 3 + ["fair"]
-    lines = [
-        (f"row{i}", f"{labels[i % 10]} {text}", labels[i % 10])
-        for i, text in enumerate(texts[:122])
-    ]
-    for name, part in {"train": lines[:90], "dev": lines[90:110], "other": lines[110:122]}.items():
-        with (folder / f"{name}.csv").open("w", newline="") as file:
-            csv.writer(file).writerows([("name", "text", "label"), *part])
+    rows = []
+    for number, text in enumerate(texts[:122]):
+        label = labels[number % 10]
+        rows.append({"name": f"row{number}", "text": f"{label} {text}", "label": label})
+    for name, part in {"train": rows[:90], "dev": rows[90:110], "other": rows[110:]}.items():
+        write_rows(folder / f"{name}.csv", part)
     return folder
 
 
@@ -199,7 +197,7 @@ def test_weights_fit_the_labels_and_balanced_ones_are_those_of_scikit_learn():
         (
             ClassifyConfig(class_weights="balanced"),
             np.array([3, 0, 3]),
-            "no training row has the label fair",
+            "all or no training rows have the label fair",
         ),
     ):
         rejects(says, class_weights, cfg, LABELS, counts)
@@ -301,10 +299,7 @@ def test_an_evaluation_of_each_split_is_written_in_the_order_of_the_data(task, t
         and metrics["other_loss"] == np.arange(20, 32).mean()
     )
     task.write_evaluation(rows, LocalFolder(tmp_path), step=7)
-    lines = [
-        json.loads(line)
-        for line in (tmp_path / "predictions/validation.jsonl").read_text().splitlines()
-    ]
+    lines = read_rows(tmp_path / "predictions/validation.jsonl")
     assert [line["id"] for line in lines] == [f"row{i}" for i in range(90, 110)]
     assert [line["label"] for line in lines] == [LABELS[label] for label in labels[:20]]
     assert (
@@ -313,7 +308,7 @@ def test_an_evaluation_of_each_split_is_written_in_the_order_of_the_data(task, t
     assert lines[1]["probabilities"][lines[1]["label"]] == pytest.approx(
         np.exp(3) / (np.exp(3) + 2)
     )
-    assert len((tmp_path / "predictions/other.jsonl").read_text().splitlines()) == 12
+    assert len(read_rows(tmp_path / "predictions/other.jsonl")) == 12
     result = json.loads((tmp_path / "evaluation.json").read_text())
     assert result["step"] == 7 and result["splits"]["validation"]["labels"] == LABELS
     assert result["splits"]["validation"]["accuracy"] == pytest.approx(19 / 20)
