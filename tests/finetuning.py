@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 from forks import DEVICE
 from running import TINY
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -57,12 +59,15 @@ def task_of(settings: list[str]) -> Task:
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    """Write a file of JSON lines or, if the name ends so, of CSV with a header."""
-    if path.suffix == ".csv":
+    """Write a file of JSON lines or, if the name ends so, of Parquet, or of CSV with a header."""
+    if path.suffix == ".parquet":
+        table = pyarrow.Table.from_pylist(rows)
+        pyarrow.parquet.write_table(table, path, row_group_size=2)
+    elif path.suffix == ".csv":
         with path.open("w", newline="") as file:
-            table = csv.DictWriter(file, list(rows[0]))
-            table.writeheader()
-            table.writerows(rows)
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from rejections import rejects
 
-from train.config import FilesCorpusConfig, InputError, RecordsConfig
+from train.config import FilesCorpusConfig, RecordsConfig
 from train.data.files import text as files_text
 from train.data.records.formats import file_table
 from train.data.text import corpus_files
@@ -69,5 +70,4 @@ def test_a_line_is_read_up_to_a_limit_that_is_named(
 
     assert read(800) > 0
     says = r"a\.\w+\.gz(:2: a line of|:) more than 1,000 characters, which is the limit"
-    with pytest.raises(InputError, match=says):
-        read(1100)
+    rejects(says, read, 1100)

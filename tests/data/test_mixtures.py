@@ -3,9 +3,10 @@
 from collections import Counter
 
 import pytest
+from finetuning import write_rows
 from rejections import rejects
 from running import prepare_config, write_corpus
-from test_corpus import hub, in_parts, texts, write_rows
+from test_corpus import hub, in_parts, texts
 from test_prepare import check_streams
 
 from train.config import CorpusConfig, FilesCorpusConfig, HFDataset

@@ -24,7 +24,7 @@ from train.run.command import Parser
 from train.run.names import as_typed
 from train.storage.folders import open_folder
 from train.tasks import TASKS
-from train.tools.trained import typed_keys
+from train.tools.trained import run_with, typed_keys
 
 if TYPE_CHECKING:
     from train.data.records.look import Reading
@@ -62,31 +62,34 @@ class Assumed:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = finetune_parser()
-    found: list[tuple[Namespace, str]] = []  # the flags, and the equal command
-
-    def given(options: Namespace) -> cli.Given:
-        assumed = look(options)
-        words = [f"{key}={as_typed(value)}" for key, value in assumed.settings.items()]
-        command = shlex.join(["baretrain", "train", *words, *options.settings])
-        found.append((options, command))
-        if launched().rank == 0:
-            for line in assumed.says:
-                note(line)
-        return words, {}
-
-    def act(cfg: TrainConfig) -> int:
-        options, command = found[0]
-        if not options.show:
-            return train(cfg, command)
-        if launched().rank == 0:
-            say(command)
-        return cli.DONE
-
-    code = cli.run(TrainConfig, act, parser, arguments=arguments, given=given)
+    code = run_with(assume, show_or_train, finetune_parser(), arguments)
     if code == cli.REJECTED:
         end_torchrun()  # every restart would be rejected too
     return code
+
+
+@dataclass(frozen=True)
+class Asked:
+    command: str  # of `baretrain train`, with the same settings
+    is_shown: bool  # instead of run
+
+
+def assume(options: Namespace) -> tuple[Asked, cli.Given]:
+    """Return the command that is equal to the flags, and the settings that they leave out, which are said."""
+    assumed = look(options)
+    words = [f"{key}={as_typed(value)}" for key, value in assumed.settings.items()]
+    if launched().rank == 0:
+        note(*assumed.says)
+    command = shlex.join(["baretrain", "train", *words, *options.settings])
+    return Asked(command, options.show), (words, {})
+
+
+def show_or_train(cfg: TrainConfig, asked: Asked) -> int:
+    if not asked.is_shown:
+        return train(cfg, asked.command)
+    if launched().rank == 0:
+        say(asked.command)
+    return cli.DONE
 
 
 def finetune_parser() -> Parser:
