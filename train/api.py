@@ -364,7 +364,13 @@ def composed(command: str, arguments: Sequence[str]) -> dict[str, Any]:
     """Return the complete settings that a command composes from these arguments. Raises Failure if it fails."""
     words = [sys.executable, "-m", "train", command, *arguments, "--cfg=job"]
     env = processes.with_this_code(os.environ)
-    ended = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        words,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     said = judged(ended.returncode, ended.stderr)
     if ended.returncode != DONE:
         raise Failure(said)
@@ -377,7 +383,12 @@ def done(command: str, arguments: Sequence[str], *, ranks: int = 1, without: str
 
     Lines `without` this folder, which the user does not know, are printed; all are if it is empty.
     """
-    code, said = call(command, arguments, ranks=ranks, without=without)
+    code, said = call(
+        command,
+        arguments,
+        ranks=ranks,
+        without=without,
+    )
     if code != DONE:
         raise Failure(said)
     return said

@@ -110,7 +110,12 @@ class Classification(TextTask):
         # [B, 1 + C]: the loss without weights and smoothing, and logits [B, C].
         logits = logits.float()
         labels = inputs["labels"]
-        losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
+        losses = F.cross_entropy(
+            logits,
+            labels,
+            ignore_index=IGNORE_INDEX,
+            reduction="none",
+        )
         return torch.cat([losses[:, None], logits], 1)
 
     def evaluate(
@@ -177,7 +182,7 @@ def given_weights(
     if given != "balanced":
         check_each(key, given, labels)
         return np.array(given, np.float32)
-    absent = shortlist(labels[number] for number in np.flatnonzero(is_absent))
+    absent = shortlist(name for name, is_it in zip(labels, is_absent, strict=True) if is_it)
     check(
         not absent,
         f"{key}=balanced: all or no training rows have the label {absent}; give numbers",
@@ -196,7 +201,12 @@ def tables(labels: np.ndarray, predicted: np.ndarray, names: Sequence[str]) -> d
     from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
     numbers = list(range(len(names)))
-    scores = precision_recall_fscore_support(labels, predicted, labels=numbers, zero_division=0)
+    scores = precision_recall_fscore_support(
+        labels,
+        predicted,
+        labels=numbers,
+        zero_division=0,
+    )
     per_class = table_of(names, scores)
     found: dict[str, Any] = {"labels": list(names), "per_class": per_class}
     if len(names) <= MOST_CONFUSED:
@@ -216,7 +226,12 @@ def scores(truth: ArrayLike, predicted: ArrayLike, *, num_labels: int) -> dict[s
 
     values = {"accuracy": accuracy_score(truth, predicted)}
     for average in ("macro", "weighted"):
-        values[f"f1_{average}"] = f1_score(truth, predicted, average=average, zero_division=0)
+        values[f"f1_{average}"] = f1_score(
+            truth,
+            predicted,
+            average=average,
+            zero_division=0,
+        )
     values["matthews_correlation"] = 0.0
     is_mixed = len(np.unique([truth, predicted])) > 1  # otherwise scikit-learn warns
     if is_mixed:

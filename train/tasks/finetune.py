@@ -136,7 +136,12 @@ class TextTask(Task):
         """Return features as rows for batches. `columns` maps further batch inputs to feature columns."""
         pad_id = self.sizes.tokenizer.pad_token_id
         lengths = self.sizes.lengths
-        rows = TokenRows(features, pad_id=pad_id, lengths=lengths, columns=columns)
+        rows = TokenRows(
+            features,
+            pad_id=pad_id,
+            lengths=lengths,
+            columns=columns,
+        )
         rows.check_ids(self.sizes.config.vocab_size)
         return rows
 
@@ -328,7 +333,7 @@ class TextTask(Task):
         return self.evaluate(self.tables.examples(split.name), split.features, split.of(rows))
 
     def eval_metrics(self, rows: np.ndarray) -> dict[str, float]:
-        metrics = {}
+        metrics: dict[str, float] = {}
         for split in self.splits:
             found = self.metrics_of(split, rows)
             metrics |= {split.prefix + name: value for name, value in found.items()}
@@ -366,7 +371,12 @@ class TextTask(Task):
 
     def files_beside(self, model: PaddedEncoder) -> dict[str, bytes]:
         seed, seq_len = self.run_cfg.seed, self.sizes.seq_len
-        state = TaskState.of(self.cfg, seq_len=seq_len, seed=seed, scale=model.scale)
+        state = TaskState.of(
+            self.cfg,
+            seq_len=seq_len,
+            seed=seed,
+            scale=model.scale,
+        )
         tokenizer = self.tables.folder / "tokenizer"
         return files_beside(tokenizer, inputs=model.inputs, state=state.choosing(self.chosen))
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import pipeline
 
 from train.config import InputError, ShardsConfig, TrainConfig, check
 from train.config.tasks import EVAL_MASK_RATE, MLMConfig
@@ -32,7 +33,7 @@ from train.data.shards.prepared import PreparedData
 from train.data.text.coverage import unknown_share
 from train.data.text.encoding import open_tokenizer, starts_of
 from train.data.text.tokenizer import check_same_vocabulary
-from train.models.encoder import MaskedLM, build_masked_lm, fitting_config, mask_filler
+from train.models.encoder import MaskedLM, build_masked_lm, fitting_config
 from train.models.source import resolved
 from train.run_folder.samples import MOST_GUESSES, Answer, Guess, Sample, excerpt
 from train.tasks.spec import Task
@@ -223,7 +224,11 @@ class MaskedLMTask(Task):
             if order_count == 0:
                 raise InputError(NO_PAIRS)
             order_loss = order_sum / order_count
-            metrics |= {"loss": loss + order_loss, "mlm_loss": loss, "sop_loss": order_loss}
+            metrics |= {
+                "loss": loss + order_loss,
+                "mlm_loss": loss,
+                "sop_loss": order_loss,
+            }
             metrics["sop_accuracy"] = order_right / order_count
         return metrics
 
@@ -236,7 +241,7 @@ class MaskedLMTask(Task):
 
     def samples(self, export: Path, most: int) -> list[Sample]:
         # In each of these validation sequences, the first token to predict is masked. The model runs on the host.
-        fill = mask_filler(export)
+        fill = pipeline("fill-mask", model=str(export), device="cpu")
         rows = spread(self.eval_rows, most)
         drawn = self._eval_rows(None).draw(rows[None])["inputs"]
         parts = [drawn[name][0] for name in ("input_ids", "positions", "labels")]
@@ -253,13 +258,23 @@ class MaskedLMTask(Task):
 def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the cross entropy [] of logits [N, C] and labels [N], in float32, summed over rows with a label."""
     # When compiled, this never stores the logits in float32.
-    return F.cross_entropy(logits.float(), labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    return F.cross_entropy(
+        logits.float(),
+        labels,
+        ignore_index=IGNORE_INDEX,
+        reduction="sum",
+    )
 
 
 def scores(logits: Tensor, labels: Tensor) -> Tensor:
     """Return [N, 3] for logits [N, C] and labels [N]: loss, 1 if the prediction is right, 1 if the row has a label."""
     logits = logits.float()
-    losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
+    losses = F.cross_entropy(
+        logits,
+        labels,
+        ignore_index=IGNORE_INDEX,
+        reduction="none",
+    )
     right = topk(logits)[1].squeeze(-1) == labels
     return torch.stack([losses, right.float(), (labels != IGNORE_INDEX).float()], -1)
 

@@ -33,7 +33,11 @@ USUAL = 0.5  # the threshold of evaluations, while the best one is not chosen ye
 
 MULTILABEL_ROWS = RowKind(
     "multilabel",
-    columns={"text": STRING, "text_pair": STRING, "label": List(STRING)},
+    columns={
+        "text": STRING,
+        "text_pair": STRING,
+        "label": List(STRING),
+    },
     read=read_texts,
     target="label",
     split_by="text",
@@ -118,8 +122,22 @@ class MultiLabel(Classification):
             precision = average_precision_score(truth[:, label], shares[:, label])
             precisions.append(precision)
         return {
-            "f1_micro": float(f1_score(truth, answers, average="micro", zero_division=0)),
-            "f1_macro": float(f1_score(truth, answers, average="macro", zero_division=0)),
+            "f1_micro": float(
+                f1_score(
+                    truth,
+                    answers,
+                    average="micro",
+                    zero_division=0,
+                )
+            ),
+            "f1_macro": float(
+                f1_score(
+                    truth,
+                    answers,
+                    average="macro",
+                    zero_division=0,
+                )
+            ),
             "average_precision": float(np.mean(precisions or [0.0])),
             "subset_accuracy": float(accuracy_score(truth, answers)),
         }
@@ -132,7 +150,12 @@ class MultiLabel(Classification):
 
         truth = self.truth(features)
         answers = self.probabilities(statistics[:, 1:]) >= self.limits()
-        scores = precision_recall_fscore_support(truth, answers, average=None, zero_division=0)
+        scores = precision_recall_fscore_support(
+            truth,
+            answers,
+            average=None,
+            zero_division=0,
+        )
         return {"labels": self.labels, "per_class": table_of(self.labels, scores)}
 
     def choose(self, rows: np.ndarray, metrics: Mapping[str, float]) -> dict[str, Any]:

@@ -69,7 +69,11 @@ def regress_rows(name: str) -> RowKind:
 
     return RowKind(
         "regress",
-        columns={"text": STRING, "text_pair": STRING, "label": List(Value("float64"))},
+        columns={
+            "text": STRING,
+            "text_pair": STRING,
+            "label": List(Value("float64")),
+        },
         read=read_texts,
         target="label",
         read_target=read_number,

@@ -36,7 +36,11 @@ class Metric:
     @property
     def sign(self) -> int:
         """Return 1 if higher values are better, -1 if lower values are, 0 if this is unknown."""
-        return {True: 1, False: -1, None: 0}[self.higher_is_better]
+        return {
+            True: 1,
+            False: -1,
+            None: 0,
+        }[self.higher_is_better]
 
     @property
     def title(self) -> str:

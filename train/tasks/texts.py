@@ -119,7 +119,14 @@ def resolved_lengths(
         return lengths_up_to(cfg.seq_len or max([longest, *cfg.data.lengths]), cfg.data.lengths)
     rows = tables.lengths(next(iter(tables.facts["splits"])))  # training rows, if there are any
     return tuple(
-        best_lengths(rows, longest, most, step=step, shortest=shortest, enough=MOST_PADDING)
+        best_lengths(
+            rows,
+            longest,
+            most,
+            step=step,
+            shortest=shortest,
+            enough=MOST_PADDING,
+        )
     )
 
 

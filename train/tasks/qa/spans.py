@@ -151,7 +151,12 @@ class Answers:
         shares = np.exp(scores - scores.max())
         shares = (shares / shares.sum()).tolist()
         return [
-            {"text": span.text, "probability": share, "score": span.score, "begin": span.begin}
+            {
+                "text": span.text,
+                "probability": share,
+                "score": span.score,
+                "begin": span.begin,
+            }
             for span, share in zip(spans, shares, strict=True)
         ]
 

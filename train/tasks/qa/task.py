@@ -167,7 +167,12 @@ class QuestionAnswering(TextTask):
             else:
                 score = one.predicted.null_score
             n_best = one.predicted.n_best(v2=self.threshold is not None)
-            yield {"id": one.id, "answer": answer, "score": score, "n_best": n_best}
+            yield {
+                "id": one.id,
+                "answer": answer,
+                "score": score,
+                "n_best": n_best,
+            }
 
     def sample(self, row: Entry, prediction: Entry) -> Sample:
         wanted = row["answers"]
