@@ -186,7 +186,12 @@ class MultiBatch(Dataset[Batch]):
         try:
             return self.dataset.draw(np.stack(micro_batches))
         except Exception as error:
-            return {"inputs": {}, "count": [], "tokens": [], "failure": error}
+            return {
+                "inputs": {},
+                "count": [],
+                "tokens": [],
+                "failure": error,
+            }
 
 
 def failure_of(batches: Iterable[Batch]) -> Exception | None:
@@ -247,9 +252,18 @@ class Batches:
             micro_batches = zip(drawn["count"], drawn["tokens"], *tensors, strict=True)
             for count, tokens, *of_batch in micro_batches:
                 inputs = dict(zip(names, of_batch, strict=True))
-                yield {"inputs": inputs, "count": count, "tokens": tokens}
+                yield {
+                    "inputs": inputs,
+                    "count": count,
+                    "tokens": tokens,
+                }
             if "failure" in drawn:
-                yield {"inputs": {}, "count": 0, "tokens": 0, "failure": drawn["failure"]}
+                yield {
+                    "inputs": {},
+                    "count": 0,
+                    "tokens": 0,
+                    "failure": drawn["failure"],
+                }
                 return
 
 

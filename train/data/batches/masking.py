@@ -89,7 +89,8 @@ class Masker:
 
     def _budget(self, candidate: np.ndarray) -> np.ndarray:
         """Return how many tokens are hidden in each sequence, [B, 1]."""
-        wanted = np.rint(candidate.sum(1, keepdims=True) * self.mask_rate).astype(np.int64)
+        num_candidates = candidate.sum(1, keepdims=True)
+        wanted = np.rint(num_candidates * self.mask_rate).astype(np.int64)
         return wanted.clip(1, self.max_predictions)
 
     def _hidden(self, labels: np.ndarray, bits: np.ndarray) -> np.ndarray:
@@ -104,10 +105,11 @@ class Masker:
         """Return the unit (token or word) of each position, [B, S]. Units are numbered from 0 in each sequence."""
         begins = candidate
         if self.words is not None:
-            after = np.ones_like(candidate)
-            after[:, 1:] = ~candidate[:, :-1]
-            begins = candidate & (self.words[tokens] | after)
-        return (np.cumsum(begins, axis=1) - 1).clip(0)
+            follows_special = np.ones_like(candidate)
+            follows_special[:, 1:] = ~candidate[:, :-1]
+            begins = candidate & (self.words[tokens] | follows_special)
+        units = np.cumsum(begins, axis=1) - 1
+        return units.clip(0)
 
     def _runs(self, bits: np.ndarray) -> np.ndarray:
         """Return the run of each unit, [B, units], numbered like the units. A run has n units with p(n) ~ 1/n."""

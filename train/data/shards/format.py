@@ -32,7 +32,11 @@ from train.storage.schema import (
 )
 
 MAPPED_SHARDS = 8192  # maximum per ShardSet; each is a memory map, of which Linux allows 65,530 (vm.max_map_count)
-STORED_TYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4"}  # safetensors' dtype names, and numpy's
+STORED_TYPES = {
+    "U8": "<u1",
+    "U16": "<u2",
+    "U32": "<u4",
+}  # safetensors' dtype names, and numpy's
 
 
 @dataclass
@@ -48,8 +52,11 @@ class Rows:
 
     @staticmethod
     def concatenate(parts: list[Rows]) -> Rows:
-        tensors = {name: [vars(part)[name] for part in parts] for name in ROW_TENSORS}
-        return Rows(**{name: np.concatenate(each) for name, each in tensors.items()})
+        tensors = {}
+        for name in ROW_TENSORS:
+            of_parts = [getattr(part, name) for part in parts]
+            tensors[name] = np.concatenate(of_parts)
+        return Rows(**tensors)
 
     def __getitem__(self, rows: slice) -> Rows:
         return Rows(**{name: tensor[rows] for name, tensor in vars(self).items()})
@@ -92,12 +99,10 @@ class ShardSet:
         self.maps: dict[int, dict[str, np.ndarray]] = {}
         # Reading ahead helps only if a row's neighbours are still in memory when their turn comes.
         self.reads_ahead = sum(shard.bytes for shard in self.shards) <= total_memory_bytes()
-        self.seq_len = manifest.seq_len
-        self.dtype = np.dtype(manifest.dtype)
         self.vocab_size = manifest.tokenizer.vocab_size
         # The shape and dtype of a row in each tensor.
         self.layout: dict[str, tuple[tuple[int, ...], np.dtype]] = {
-            "tokens": ((self.seq_len,), self.dtype),
+            "tokens": ((manifest.seq_len,), np.dtype(manifest.dtype)),
             "pivot": ((), np.dtype(np.uint16)),
             "same_document": ((), np.dtype(np.uint8)),
         }
@@ -204,9 +209,11 @@ def map_tensors(path: Path, *, reads_ahead: bool = True) -> dict[str, np.ndarray
             address = ctypes.c_void_p(data.ctypes.data)
             length = ctypes.c_size_t(data.nbytes)
             LIBC.madvise(address, length, mmap.MADV_RANDOM)
+        content = data[first:]
         for name, stored in layout.items():
             begin, end = stored["data_offsets"]
-            values = data[first + begin : first + end].view(STORED_TYPES[stored["dtype"]])
+            dtype = STORED_TYPES[stored["dtype"]]
+            values = content[begin:end].view(dtype)
             tensors[name] = values.reshape(stored["shape"])
     return tensors
 

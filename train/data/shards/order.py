@@ -158,7 +158,8 @@ class EpochOrder:
         lane, number = np.divmod(indices, self.each)
         steps = np.arange(first_step, last_step)[:, None]
         # as if nothing were shuffled
-        grid = self.lanes.starts[lane] + number + steps * self.each
+        in_lane = number + steps * self.each
+        grid = self.lanes.starts[lane] + in_lane
         unshuffled = grid.ravel()
         window = np.searchsorted(self.window_starts, unshuffled, side="right") - 1
         starts = self.window_starts[window]
@@ -215,7 +216,6 @@ class ShardSampler:
         `eval_shards`: the validation shards that the machine reads; None: all.
         """
         self.shard_rows = list(shard_rows)
-        self.seed = seed
         self.global_batch_size = global_batch_size
         self.world_size = world_size
         self.rows = sum(shard_rows)
@@ -268,8 +268,12 @@ class ShardSampler:
         return divmod(self.consumed_rows // self.global_batch_size, self.steps)
 
     def epoch_order(self, epoch: int) -> EpochOrder:
-        how = {"batch_size": self.global_batch_size, "window_shards": self.window_shards}
-        return EpochOrder(self.lanes, epoch=epoch, **how)
+        return EpochOrder(
+            self.lanes,
+            batch_size=self.global_batch_size,
+            window_shards=self.window_shards,
+            epoch=epoch,
+        )
 
     def micro_batches(self, size: int) -> Iterator[np.ndarray]:
         """Yield this rank's micro batches forever, starting after `consumed_rows`: [size] items, epoch * rows + row."""
@@ -295,9 +299,10 @@ class ShardSampler:
         """
         epoch, step = self.position
         order = self.epoch_order(epoch)
+        next_order = self.epoch_order(epoch + 1)
         now, later = order.shards_from(step, self.lanes_here)
         now = self.by_need(now, order, step)
-        following = self.epoch_order(epoch + 1).shards_from(0, self.lanes_here)
+        following = next_order.shards_from(0, self.lanes_here)
         return now, np.concatenate([later, *following])
 
     def by_need(self, shards: np.ndarray, order: EpochOrder, step: int) -> np.ndarray:
@@ -342,7 +347,8 @@ def eval_shards(
     parts = []
     for rank in ranks:
         own = eval_part(len(sample), rank, world_size) or range(1)
-        parts.append(sample[own.start : own.stop])
+        of_rank = sample[own.start : own.stop]
+        parts.append(of_rank)
     if 0 in ranks:
         shown = spread(len(sample), num_shown)
         parts.append(sample[shown])

@@ -25,6 +25,7 @@ from train.storage.schema import read_object, record
 SHARD_BYTES = 64 * 2**20  # the size of a shard unless rows_per_shard is set
 # The distance between the first sequence indices of two parts, so that their random cuts differ.
 ROWS_APART = 2**40
+READS = "the tokenizer reads the corpus"
 STATE_NAMES = "part-"  # prefix of the files with the parts' states
 # A larger corpus is not read twice to measure it: random choice is precise enough.
 MOST_WEIGHED_CHARS = 64 * 2**20
@@ -85,10 +86,10 @@ def choose_held_out(corpus: Corpus, fraction: float, seed: int) -> HeldOut:
         if total > MOST_WEIGHED_CHARS:
             return HeldOut(seed, fraction)
     found.sort()
-    hashes = [number for number, _ in found]
+    limits = [*(number for number, _ in found), 1.0]
     sums = np.cumsum([0, *(size for _, size in found)])
     count = int(np.abs(sums - fraction * total).argmin())
-    return HeldOut(seed, [*hashes, 1.0][count])
+    return HeldOut(seed, limits[count])
 
 
 def label(part: CorpusPart) -> str:
@@ -194,7 +195,10 @@ class Preparation:
         self.token_counts = np.zeros(info.vocab_size, np.int64)  # [vocab], in the training split
 
     def add(self, chunk: Encoded) -> None:
-        """Pack a chunk, and write each shard that is then full."""
+        """Pack a chunk, and write each shard that is then full.
+
+        Raises InputError if too many of the tokens so far are unknown.
+        """
         split_of = [self.held_out.split_of(document) for document in chunk.documents]
         self.count(chunk)
         for split in SPLITS:
@@ -208,7 +212,7 @@ class Preparation:
                 # Pairs are sequences for sentence-order prediction: both segments are from one document.
                 self.done["validation_pairs"] += int(rows.same_document.sum())
             if sum(map(len, self.pending[split])) >= self.rows_per_shard:
-                self.check_unknown()
+                unknown_share(self.done["unknown_tokens"], self.done["tokens"], READS)
                 self.write_shards(split)
 
     def count(self, chunk: Encoded) -> None:
@@ -218,11 +222,6 @@ class Preparation:
         done["tokens"] += len(chunk.tokens)
         if self.vocabulary.unk_id is not None:
             done["unknown_tokens"] += int((chunk.tokens == self.vocabulary.unk_id).sum())
-
-    def check_unknown(self) -> None:
-        """Raise InputError if too many of the tokens so far are unknown."""
-        done = self.done
-        unknown_share(done["unknown_tokens"], done["tokens"], "the tokenizer reads the corpus")
 
     def write_shards(self, split: str, *, finished: bool = False) -> None:
         """Write the pending sequences that fill whole shards, or all of them if `finished`."""
@@ -272,7 +271,7 @@ def merge(
     counts: dict[str, float] = {}
     for name in next(iter(states.values())).done:
         counts[name] = sum(state.done[name] for state in states.values())
-    unknown_share(counts["unknown_tokens"], counts["tokens"], "the tokenizer reads the corpus")
+    unknown_share(counts["unknown_tokens"], counts["tokens"], READS)
     for split in SPLITS:
         if not splits[split]:
             tokens = sum(state.left[split] for state in states.values())
