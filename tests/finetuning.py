@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 from forks import DEVICE
@@ -78,6 +79,12 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     if path.suffix == ".csv":
         return list(csv.DictReader(path.open(newline="")))
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def batch_of(rows: Any, items: Any) -> dict[str, Any]:
+    """The inputs of one micro batch of these items."""
+    drawn = rows.draw(np.array([items]))["inputs"]
+    return {name: tensor[0] for name, tensor in drawn.items()}
 
 
 def asking(

@@ -16,6 +16,7 @@ from forks import DEVICE, TORCHRUN, free_port, launch, run_forked
 from forks import ROOT as ROOT
 
 from train.config import PrepareConfig, TrainConfig
+from train.data.shards.manifest import DataManifest
 from train.run import compose as cli
 from train.run.stopping import StopRequest
 
@@ -57,6 +58,13 @@ def prepare_config(output: Path, corpus: Path, *overrides: str) -> PrepareConfig
     given = [setting for key, setting in usual.items() if key not in typed]
     words = [f"output={output}", f"seq_len={SEQ_LEN}", *given, *overrides]
     return cli.load_config(PrepareConfig, words)
+
+
+def prepare_here(output: Path, corpus: Path, *overrides: str) -> DataManifest | None:
+    """Prepare in the tests' own process."""
+    from train.tools import prepare  # late: conftest.py sets what torch and its neighbours read
+
+    return prepare.prepare(prepare_config(output, corpus, *overrides))
 
 
 def train_overrides(run_dir: Path, data: Path, *overrides: str) -> list[str]:

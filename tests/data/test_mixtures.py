@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from finetuning import write_rows
 from rejections import rejects
-from running import prepare_config, write_corpus
+from running import prepare_config, prepare_here, write_corpus
 from test_corpus import hub, in_parts, texts
 from test_prepare import check_streams
 
@@ -81,7 +81,7 @@ def test_validation_text_of_its_own_is_all_of_it_and_training_goes_without(
         "validation_fraction=0.1",
     ]
     assert prepare.main(table) == 2 and "choose the same" in capsys.readouterr().err
-    prepare.prepare(prepare_config(tmp_path / "two", paths[0], f"corpus.validation={paths[1]}"))
+    prepare_here(tmp_path / "two", paths[0], f"corpus.validation={paths[1]}")
     # of the same two files
     rejects("the corpus has changed", prepare.prepare, mixed(tmp_path / "two", paths))
     (tmp_path / "short.txt").write_text("ba be")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from finetuning import read_rows, task_of, tuning, write_rows
+from finetuning import batch_of, read_rows, task_of, tuning, write_rows
 from rejections import rejects
 
 from train.config.tasks import ClassifyConfig
@@ -213,8 +213,7 @@ def test_however_a_batch_is_split_the_loss_is_torchs_weighted_mean(make, weights
     model = task.build_model().eval()
     assert task.flops_per_example(model, 64) > task.flops_per_example(model, 16) > 0
     rows = task.train_data()
-    items = np.arange(12)
-    whole = {name: tensor[0] for name, tensor in rows.draw(items[None])["inputs"].items()}
+    whole = batch_of(rows, range(12))
     with torch.no_grad():
         logits = model(whole["input_ids"], whole["attention_mask"], whole["token_type_ids"])
         settings = {"weight": task.weights, "label_smoothing": float(smoothing)}
@@ -223,13 +222,9 @@ def test_however_a_batch_is_split_the_loss_is_torchs_weighted_mean(make, weights
             [[*range(12)]],
             [[0, 1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, PADDING, PADDING]],
         ):
-            drawn = rows.draw(np.array(parts))
-            batches = [
-                {name: tensor[k] for name, tensor in drawn["inputs"].items()}
-                for k in range(len(parts))
-            ]
-            total = sum(task.loss(model, batch).item() for batch in batches)
-            assert total / sum(drawn["count"]) == pytest.approx(wanted.item(), rel=1e-5)
+            total = sum(task.loss(model, batch_of(rows, part)).item() for part in parts)
+            count = sum(rows.draw(np.array(parts))["count"])
+            assert total / count == pytest.approx(wanted.item(), rel=1e-5)
 
 
 TRUE, PREDICTED = np.array([0, 0, 0, 1, 2, 2]), np.array([0, 0, 1, 1, 2, 0])

@@ -6,7 +6,7 @@ from decimal import Decimal
 import numpy as np
 import pytest
 import torch
-from finetuning import FP32, read_rows, task_of, train_with, tuning, write_rows
+from finetuning import FP32, batch_of, read_rows, task_of, train_with, tuning, write_rows
 from rejections import rejects
 from running import lines
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -115,7 +115,7 @@ def test_a_checkpoint_is_exported_without_the_data_and_learns_on_in_other_units(
     ]
     task = task_of(given)
     model, rows = task.build_model().eval(), task.eval_data()
-    inputs = {name: tensor[0] for name, tensor in rows.draw(np.arange(2)[None])["inputs"].items()}
+    inputs = batch_of(rows, [0, 1])
     with torch.no_grad():
         computed = task.numbers(task.eval_statistics(model, inputs).numpy())
     answers = {line["id"]: line for line in asked(trained, rated, tmp_path)}
