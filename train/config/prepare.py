@@ -40,10 +40,11 @@ class CorpusConfig(Section, prefix="corpus."):
             are_counts = isinstance(self.weights, list) and all(
                 type(each) is int and 0 < each <= MOST_READINGS for each in self.weights
             )
-            says = (
-                f"must be a list of whole numbers above 0, at most {MOST_READINGS}, such as [1,3]"
+            check(
+                are_counts,
+                f"corpus.weights={self.weights} must be a list of whole numbers above 0, at most {MOST_READINGS}, "
+                "such as [1,3]",
             )
-            check(are_counts, f"corpus.weights={self.weights} {says}")
 
 
 @dataclass(kw_only=True)

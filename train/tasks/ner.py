@@ -49,8 +49,10 @@ Tags = Sequence[list[str]]  # tags of the words of each sentence
 
 def check_tag(tag: str) -> None:
     if not TAG.fullmatch(tag):
-        what = f"the tag {tag[:40]} is neither O nor a type with a prefix, such as B-PER"
-        raise BadRow(f"{what}; map it with data.label_map, or set task.scheme=none for other tags")
+        raise BadRow(
+            f"the tag {tag[:40]} is neither O nor a type with a prefix, such as B-PER; map it with data.label_map, or "
+            "set task.scheme=none for other tags"
+        )
 
 
 def read_words(row: Row) -> dict[str, Any]:

@@ -81,8 +81,11 @@ def only_own_files(path: str, data_files: str | None) -> Iterator[set[str]]:
     finally:
         library.resolve_pattern = resolve_pattern
         name = "".join(outside[:1])[:SHOWN_CHARS]
-        says = f"data set {path}: its description (README.md) names {name!r}, which is not a file of this data set"
-        check(not outside, f"{says} and is not read; download the files you trust and use those")
+        check(
+            not outside,
+            f"data set {path}: its description (README.md) names {name!r}, which is not a file of this data set and "
+            "is not read; download the files you trust and use those",
+        )
 
 
 def check_descriptions(folder: Path) -> None:
@@ -114,11 +117,11 @@ def check_plain(builder: Any, path: str) -> None:
     for features in (builder.info.features, getattr(builder.config, "features", None)):
         for column, feature in (features or {}).items():
             other = next((kind for kind in kinds_of(feature) if kind not in PLAIN), None)
-            what = f"data set {path}: column {str(column)[:SHOWN_CHARS]!r} has the type {other}"
-            hint = "save the columns that you need as Parquet, CSV or JSON lines"
             check(
                 other is None,
-                f"{what}; only text, numbers, lists of them and class labels are read; {hint}",
+                f"data set {path}: column {str(column)[:SHOWN_CHARS]!r} has the type {other}; only text, numbers, "
+                "lists of them and class labels are read; save the columns that you need as Parquet, CSV or JSON "
+                "lines",
             )
 
 

@@ -142,8 +142,10 @@ def csv_records(
             if str(error).startswith("field larger"):
                 reason = f"a field of more than {max_field_chars:,} characters"
             is_open = reader.line_num > first_line or str(error) == "unexpected end of data"
-            unclosed = f"{reason}: the field's quote is not closed; {QUOTES}"
-            check(not is_open, f"{name}:{first_line}: {unclosed}")
+            check(
+                not is_open,
+                f"{name}:{first_line}: {reason}: the field's quote is not closed; {QUOTES}",
+            )
             yield first_line, BadRow(reason)
         else:
             if fields:

@@ -202,8 +202,10 @@ class ShardCache:
         """Raise Unreachable if a shard that is not in the cache will not arrive."""
         state: FetcherState | None = read_json(self.state)
         if state is None or is_gone(state["owner"]):
-            what = "the process that fetches shards on this node is gone; its error is above"
-            raise Unreachable(f"{shard.file} cannot be fetched: {what}")
+            raise Unreachable(
+                f"{shard.file} cannot be fetched: the process that fetches shards on this node is gone; its error is "
+                "above"
+            )
         if shard.file in state["faults"]:
             raise Unreachable(state["faults"][shard.file])
 

@@ -149,9 +149,10 @@ class ShardSet:
     def check_tokens(self, number: int, largest: int) -> None:
         """Raise InputError if the largest token of a shard's rows is not in the vocabulary."""
         if largest >= self.vocab_size:
-            has = f"{self.folder / self.shards[number].file} has token id {largest}"
-            size = f"its vocabulary has {self.vocab_size} tokens"
-            raise InputError(f"{has}, but {size}; prepare again")
+            raise InputError(
+                f"{self.folder / self.shards[number].file} has token id {largest}, but its vocabulary has "
+                f"{self.vocab_size} tokens; prepare again"
+            )
 
     def open(self, numbers: list[int]) -> None:
         """Wait until the shards with these indices are on disk, and mark those already mapped as most recently used."""
@@ -181,8 +182,10 @@ class ShardSet:
         found = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         for name, (shape, dtype) in self.layout.items():
             wanted = ((shard.rows, *shape), dtype)
-            says = f"{path} does not have the {shard.rows} sequences listed in the manifest"
-            check(found.get(name) == wanted, f"{says}; prepare again")
+            check(
+                found.get(name) == wanted,
+                f"{path} does not have the {shard.rows} sequences listed in the manifest; prepare again",
+            )
         self.maps[number] = tensors
         if len(self.maps) > MAPPED_SHARDS:
             del self.maps[next(iter(self.maps))]

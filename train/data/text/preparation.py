@@ -275,9 +275,10 @@ def merge(
     for split in SPLITS:
         if not splits[split]:
             tokens = sum(state.left[split] for state in states.values())
-            hint = "add text, raise validation_fraction or lower seq_len"
-            what = f"the {split} split has {tokens} tokens, less than one sequence of {seq_len}"
-            raise InputError(f"{what}; {hint}")
+            raise InputError(
+                f"the {split} split has {tokens} tokens, less than one sequence of {seq_len}; add text, raise "
+                "validation_fraction or lower seq_len"
+            )
     token_counts = np.sum([state.token_counts for state in states.values()], 0)
     counts["unigram_entropy"] = unigram_entropy(token_counts, info)
     counts["neighbour_accuracy"] = neighbour_accuracy(folder, splits, info)
@@ -298,8 +299,10 @@ def check_one_tokenizer(folder: Folder, states: dict[CorpusPart, PartState]) -> 
     """Raise InputError, which names the parts, unless the folder's tokenizer made all of them."""
     sha256 = sha256_bytes(folder.read("tokenizer/tokenizer.json"))
     other = [f"part {part}" for part, state in states.items() if state.tokenizer.sha256 != sha256]
-    says = f"another tokenizer made {shortlist(other)}; prepare all again"
-    check(not other, f"{folder.location}: {says}")
+    check(
+        not other,
+        f"{folder.location}: another tokenizer made {shortlist(other)}; prepare all again",
+    )
 
 
 def finished_states(folder: Folder, num_parts: int, identity: str) -> dict[CorpusPart, PartState]:
@@ -315,8 +318,9 @@ def finished_states(folder: Folder, num_parts: int, identity: str) -> dict[Corpu
             states[part] = state
     if missing:
         what = shortlist(f"part {part}" for part in missing)
-        how = f"part={missing[0]} continues the first"
-        raise InputError(f"{folder.location}: not finished: {what}; {how}")
+        raise InputError(
+            f"{folder.location}: not finished: {what}; part={missing[0]} continues the first"
+        )
     return states
 
 
