@@ -258,8 +258,7 @@ def predict(
 def written_rows(lines: Sequence[str | Mapping[Any, Any]], file: Path) -> list[str]:
     """Write rows to a file, and return the settings that name it. Raises InputError if only some are texts."""
     are_texts = {isinstance(line, str) for line in lines}
-    says = "some rows are texts and others are not: give rows of one kind"
-    check(len(are_texts) == 1, says)
+    check(len(are_texts) == 1, "some rows are texts and others are not: give rows of one kind")
     file.write_bytes(json_text(lines))
     settings = [f"data.path={file}"]
     if are_texts == {True}:

@@ -135,8 +135,10 @@ def settings_of_run(
     if not {"data", "data.path"} & typed.keys():
         names += [name for name in WHERE if name in own]
         if launched().rank == 0:
-            where = f"{printable(run.location)}/config.yaml names data.path={printable(str(own['path']))}"
-            note(f"{where}, which is read; data.path=... reads other data")
+            note(
+                f"{printable(run.location)}/config.yaml names data.path={printable(str(own['path']))}, which is read; "
+                "data.path=... reads other data"
+            )
     if isinstance(cfg.data, RecordsConfig):
         if not is_new:
             names += OWN_ROWS
@@ -222,8 +224,10 @@ def report(cfg: TrainConfig, model: Model, result: Evaluated) -> None:
     ranks = ""
     if world_size > 1:
         ranks = f", {world_size} ranks"
-    where = f"{result.precision} on {result.device}{ranks}"
-    note(f"{location}: {result.rows:,} validation rows of data.path={cfg.data.path}, {where}")
+    note(
+        f"{location}: {result.rows:,} validation rows of data.path={cfg.data.path}, {result.precision} on "
+        f"{result.device}{ranks}"
+    )
     step = ""
     if model.step is not None:
         step = f"step {model.step} "

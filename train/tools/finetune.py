@@ -147,8 +147,9 @@ def look(options: Namespace) -> Assumed:
 
     texts = typed_keys(options.settings)
     for key in ("run_dir", "data", "data.path", "model.pretrained"):
-        says = f"{key}={texts.get(key)}: a flag of finetune sets it; leave it out"
-        check(key not in texts, says)
+        check(
+            key not in texts, f"{key}={texts.get(key)}: a flag of finetune sets it; leave it out"
+        )
     cfg, s3 = data_settings(options)
     typed = {key: value for key, value in flatten({"data": asdict(cfg)}) if key in texts}
     sample = sample_of(cfg, s3, typed)
@@ -175,8 +176,9 @@ def settings_of(options: Namespace, sample: Sample, reading: Reading) -> dict[st
         found = {**sample.settings, **of_task}
     # Others may have written the data, whose names are among these settings.
     for key, value in found.items():
-        says = f"{key}={value}: a name with a reference ${{...}} is not read"
-        check("${" not in str(value), says)
+        check(
+            "${" not in str(value), f"{key}={value}: a name with a reference ${{...}} is not read"
+        )
     batch_size = batch_size_for(sample.num_rows)
     steps_per_epoch = sample.num_rows // batch_size
     eval_every = min(max(steps_per_epoch, EVAL_EVERY_LEAST), EVAL_EVERY_MOST)

@@ -367,5 +367,8 @@ def warn(task: TextTask, trained: Trained, num_rows: int, num_cut: int) -> None:
     if remark.startswith("warning"):
         say(remark, file=sys.stderr)
     if num_cut:
-        cut = f"{num_cut:,} of {num_rows:,} rows are cut at {task.sizes.seq_len} tokens"
-        say(f"{cut}; tokens_cut has the number of tokens that each lost", file=sys.stderr)
+        say(
+            f"{num_cut:,} of {num_rows:,} rows are cut at {task.sizes.seq_len} tokens; tokens_cut has the number of "
+            "tokens that each lost",
+            file=sys.stderr,
+        )

@@ -44,9 +44,12 @@ def open_builder(path: str, *, data_files: str | None = None, **options: Any) ->
     with only_own_files(path, data_files) as found:
         builder = datasets.load_dataset_builder(path, data_files=data_files, **options)
     files = {str(file) for part in (builder.config.data_files or {}).values() for file in part}
-    unchecked = f"datasets {datasets.__version__} found files that could not be checked"
     ok = files <= found or builder.name == OWN_CACHE
-    check(ok, f"data set {path}: {unchecked}; install another version")
+    check(
+        ok,
+        f"data set {path}: datasets {datasets.__version__} found files that could not be checked; install another "
+        "version",
+    )
     check_builder(builder, path)
     return builder
 
@@ -99,8 +102,10 @@ def check_descriptions(folder: Path) -> None:
 def check_builder(builder: Any, path: str) -> None:
     """Raise InputError unless a builder is listed. Make it raise InputError if it finds columns that are not plain."""
     known = [f"datasets.packaged_modules.{name}.{name}" for name in (*BUILDERS, OWN_CACHE)]
-    unread = f"data set {path} is of the kind {builder.name}, which is not read here; only {', '.join(BUILDERS)} are"
-    check(type(builder).__module__ in known, unread)
+    check(
+        type(builder).__module__ in known,
+        f"data set {path} is of the kind {builder.name}, which is not read here; only {', '.join(BUILDERS)} are",
+    )
     find_splits = builder._split_generators
 
     def splits_of_plain_columns(*args: Any, **kwargs: Any) -> Any:

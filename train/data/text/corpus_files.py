@@ -294,8 +294,10 @@ class Parquet(FilesCorpus):
         with open_parquet(path) as file:
             check_column(name, file.schema_arrow.names, str(path))
             kind = str(file.schema_arrow.field(name).type)
-            says = f"{path}: column {name} is {kind}; set corpus.column to a text column"
-            check(kind.startswith(STRING_TYPES), says)
+            check(
+                kind.startswith(STRING_TYPES),
+                f"{path}: column {name} is {kind}; set corpus.column to a text column",
+            )
             sizes = [0] * file.metadata.num_row_groups
             for number in range(len(sizes)):
                 group = file.metadata.row_group(number)

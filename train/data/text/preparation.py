@@ -129,8 +129,10 @@ def read_state(folder: Folder, part: CorpusPart, identity: str) -> PartState | N
     path = f"{folder.location}/{name}"
     with naming(f"{path} is damaged", (), "; remove it and prepare the part again"):
         state: PartState = record(PartState, read_object(content))
-    says = f"{path} is from a preparation with other settings; choose another output"
-    check(state.identity == identity, says)
+    check(
+        state.identity == identity,
+        f"{path} is from a preparation with other settings; choose another output",
+    )
     return state
 
 

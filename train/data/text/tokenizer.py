@@ -289,10 +289,10 @@ def check_ids(source: str, tokenizer: PreTrainedTokenizerFast) -> None:
     for given in (("",), ("", "")):
         ids = tokenizer.backend_tokenizer.encode(*given).ids  # tokens that its post-processor adds
         added = max(ids, default=0)
-        says = (
-            f"tokenizer {source} adds a token with id {added}, but its pieces' ids end at {last}"
+        check(
+            added <= last,
+            f"tokenizer {source} adds a token with id {added}, but its pieces' ids end at {last}",
         )
-        check(added <= last, says)
 
 
 def tokenizer_config(source: str, folder: Path) -> PreTrainedConfig:
