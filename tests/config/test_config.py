@@ -152,8 +152,12 @@ def test_what_the_user_types_wins_over_a_recipe_that_chooses_the_same_thing_by_a
 )
 def test_two_keys_that_choose_the_same_thing_are_not_both_typed(schema, pair):
     first, second = (each.partition("=")[0] for each in pair[-2:])
-    says = f"^{first} and {second} choose the same thing; leave one of them out$"
-    rejects(says, cli.compose_config, schema, pair)
+    rejects(
+        f"^{first} and {second} choose the same thing; leave one of them out$",
+        cli.compose_config,
+        schema,
+        pair,
+    )
 
 
 def test_every_corpus_composes():

@@ -382,8 +382,7 @@ def test_a_data_set_that_cannot_be_loaded_is_named_before_any_is_read(tmp_path):
 def test_bad_rows_of_a_data_set_are_named(tmp_path):
     path = write_rows(tmp_path / "a.jsonl", [{"text": [1]}])
     dataset = HFDataset(path="json", data_files=str(path))
-    says = r"json, row 1: column text holds \[1\] \(list\), not a string"
-    rejects(says, texts, hub(dataset))
+    rejects(r"json, row 1: column text holds \[1\] \(list\), not a string", texts, hub(dataset))
     path.write_text('{"text": "a"}\n{"text": nul')
     rejects(r"data set json .*: .*JSON parse error", texts, hub(dataset))
     rejects("rows_per_document=0", hub, HFDataset(path="json", rows_per_document=0))

@@ -69,5 +69,6 @@ def test_a_line_is_read_up_to_a_limit_that_is_named(
         return sum(1 for _ in open_corpus(cfg).documents())
 
     assert read(800) > 0
-    says = r"a\.\w+\.gz(:2: a line of|:) more than 1,000 characters, which is the limit"
-    rejects(says, read, 1100)
+    rejects(
+        r"a\.\w+\.gz(:2: a line of|:) more than 1,000 characters, which is the limit", read, 1100
+    )

@@ -85,9 +85,8 @@ def test_validation_text_of_its_own_is_all_of_it_and_training_goes_without(
     # of the same two files
     rejects("the corpus has changed", prepare.prepare, mixed(tmp_path / "two", paths))
     (tmp_path / "short.txt").write_text("ba be")
-    says = "the validation split has . tokens, .*; add text"
     rejects(
-        says,
+        "the validation split has . tokens, .*; add text",
         prepare.prepare,
         mixed(tmp_path / "other", paths, f"corpus.validation={tmp_path}/short.txt"),
     )
@@ -146,5 +145,9 @@ def test_corpora_of_other_kinds_reject_what_they_do_not_have():
         open_corpus,
         CorpusConfig(kind="pydocs", name="x", weights=[1]),
     )
-    says = r"corpus.validation=.* must be like an entry of corpus.datasets, .*'pth' is not known"
-    rejects(says, hub, HFDataset(path="json"), validation={"path": "json", "pth": "c"})
+    rejects(
+        r"corpus.validation=.* must be like an entry of corpus.datasets, .*'pth' is not known",
+        hub,
+        HFDataset(path="json"),
+        validation={"path": "json", "pth": "c"},
+    )

@@ -213,8 +213,12 @@ def test_a_process_that_is_killed_is_named_and_the_same_command_continues(
 
     cfg = prepare_config(tmp_path / "out", corpus, SMALL, ready, "processes=2")
     monkeypatch.setattr(processes, "as_completed", killing)
-    says = r"a process was killed \(out of memory\?\); the same command"
-    rejects(says, prepare.prepare, cfg, error=Failure)
+    rejects(
+        r"a process was killed \(out of memory\?\); the same command",
+        prepare.prepare,
+        cfg,
+        error=Failure,
+    )
     assert not multiprocessing.active_children()
     monkeypatch.setattr(processes, "as_completed", completed)
     assert prepare.prepare(cfg) == read_manifest(tmp_path / "out")

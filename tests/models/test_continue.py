@@ -121,5 +121,8 @@ def test_a_published_model_learns_on(published, tmp_path, architecture):
         == 1
     )
     other = published["bert" if architecture == "roberta" else "roberta"] / "data"
-    says = f"prepare .* with tokenizer.pretrained={folder / 'model'}"
-    rejects(says, train_with, recipe(name, tmp_path / "other", other, *given))
+    rejects(
+        f"prepare .* with tokenizer.pretrained={folder / 'model'}",
+        train_with,
+        recipe(name, tmp_path / "other", other, *given),
+    )

@@ -543,8 +543,7 @@ def test_the_index_of_a_saved_data_set_names_files_of_its_folder_only(saved):
     ):
         before = path.read_text()
         edit(path, **{key: value})
-        says = f"it cannot be read as a saved data set: .*{path.name}: "
-        rejects(says, load_saved, saved, "it")
+        rejects(f"it cannot be read as a saved data set: .*{path.name}: ", load_saved, saved, "it")
         path.write_text(before)
 
 

@@ -337,9 +337,14 @@ def test_a_head_for_other_labels_is_rejected_unless_a_new_one_is_wanted(
 
 
 def test_a_head_without_an_entry_is_rejected():
-    says = "head MultipleChoice is unknown; choose one of: SequenceClassification, "
     settings = {"labels": LABELS, "vocab_size": V, "pad_id": PAD, "seq_len": S}
-    rejects(says, build_with_head, "MultipleChoice", sizes(), **settings)
+    rejects(
+        "head MultipleChoice is unknown; choose one of: SequenceClassification, ",
+        build_with_head,
+        "MultipleChoice",
+        sizes(),
+        **settings,
+    )
 
 
 def test_labels_without_names_are_those_of_the_data(labelled_folder, tmp_path, log):
@@ -360,8 +365,13 @@ def test_labels_without_names_are_those_of_the_data(labelled_folder, tmp_path, l
     build("label", begun(tmp_path), labels=["0", "1", "2"], sharp=False)
     assert "LABEL" not in log.text
     torch.testing.assert_close(model(*batch()), build("label", sizes())(*batch()))
-    says = "the labels LABEL_0, LABEL_1, LABEL_2, but the data has a, b"
-    rejects(says, build, "label", begun(tmp_path), labels=["a", "b"])
+    rejects(
+        "the labels LABEL_0, LABEL_1, LABEL_2, but the data has a, b",
+        build,
+        "label",
+        begun(tmp_path),
+        labels=["a", "b"],
+    )
 
 
 NORM = "bert.embeddings.LayerNorm.bias"

@@ -291,8 +291,11 @@ def test_a_token_beyond_the_vocabulary_of_the_model_is_rejected_before_the_first
     given = overrides(
         tmp_path / "run", f"model.tokenizer={tmp_path}/gap", f"data.cache_dir={tmp_path}"
     )
-    says = f"the data has the token id {far}, but the model has {far - 3} tokens; set model.vocab_size above it"
-    rejects(says, task_of, given)
+    rejects(
+        f"the data has the token id {far}, but the model has {far - 3} tokens; set model.vocab_size above it",
+        task_of,
+        given,
+    )
     assert task_of([*given, f"model.vocab_size={far + 1}"]).train_rows > 0
 
 

@@ -132,5 +132,8 @@ def test_data_whose_documents_are_shorter_than_a_sequence_has_no_order_to_learn(
     text = tmp_path / "short.txt"
     text.write_text("\n".join("\n".join(words[at : at + 2]) + "\n" for at in range(0, 4000, 2)))
     prepare_here(tmp_path / "data", text)
-    says = "task.sop=true, but in .*/data no validation sequence has two segments of the same"
-    rejects(says, build_task, train_config(tmp_path / "run", tmp_path / "data", SOP))
+    rejects(
+        "task.sop=true, but in .*/data no validation sequence has two segments of the same",
+        build_task,
+        train_config(tmp_path / "run", tmp_path / "data", SOP),
+    )
