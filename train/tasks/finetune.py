@@ -230,8 +230,10 @@ class TextTask(Task):
             self.buckets = Buckets(
                 self.lengths, self.train_table.bucket_of, self.eval_table.bucket_of
             )
+        metrics: list[str] = []
         for split in self.splits:
-            self.metrics += tuple(f"{split.prefix}{name}" for name in self.metric_names)
+            metrics += [f"{split.prefix}{name}" for name in self.metric_names]
+        self.metrics = tuple(metrics)
         self.train_rows = len(self.train_table)
         self.data_id = self.tables.id
         self.shard_rows = [self.train_rows]

@@ -103,7 +103,7 @@ class Task(ABC):
     # The lengths by example, if there are several.
     buckets: Buckets | None = None
     # the names of eval_metrics; "loss" is among them
-    metrics: tuple[str, ...] = ()
+    metrics: tuple[str, ...]
     # identifies the training data; a checkpoint resumes only on the same data
     data_id: str
     # facts about the data, for metrics and report
