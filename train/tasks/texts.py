@@ -81,9 +81,11 @@ class Sizes:
         """Return a sentence about an architecture whose answer to a row could depend on other rows, else ""."""
         if not self.has_one_length:
             return ""
-        padded = f"every row is padded to seq_len={self.seq_len} (data.lengths is not used), in predictions too"
-        use = f'in transformers, use padding="max_length" and max_length={self.seq_len}'
-        return f"{self.config.model_type} reads padding, so {padded}; {use}"
+        return (
+            f"{self.config.model_type} reads padding, so every row is padded to seq_len={self.seq_len} (data.lengths "
+            'is not used), in predictions too; in transformers, use padding="max_length" and '
+            f"max_length={self.seq_len}"
+        )
 
     @property
     def fit(self) -> dict[str, int]:

@@ -270,8 +270,7 @@ class Batches:
 def worker_fault() -> str:
     """Return why this machine cannot have loader processes, which need shared memory and sockets; "" if it can."""
     if not SHARED_MEMORY.is_dir() or free_bytes(SHARED_MEMORY) < SHARED_BYTES:
-        has = f"{SHARED_MEMORY} has less than {SHARED_BYTES / 1e9:.2g} GB of free space"
-        return f"{has}; {LARGER}"
+        return f"{SHARED_MEMORY} has less than {SHARED_BYTES / 1e9:.2g} GB of free space; {LARGER}"
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) > MOST_TMPDIR:
         return f"TMPDIR={folder} is longer than {MOST_TMPDIR} bytes, too long for sockets"
