@@ -361,3 +361,8 @@ def most_positions(config: PreTrainedConfig) -> int | None:
     if stated:
         limits.append(stated)
     return min(limits, default=None)
+
+
+def mask_filler(export: Path) -> Any:
+    """Return transformers' pipeline that fills masks with the model in a folder, on the CPU."""
+    return transformers.pipeline("fill-mask", model=str(export), device="cpu")

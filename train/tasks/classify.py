@@ -173,7 +173,7 @@ def class_weights(
 def given_weights(
     key: str, given: Any, labels: Sequence[str], balanced: np.ndarray, is_absent: np.ndarray
 ) -> np.ndarray | None:
-    """Return the loss weights that a setting gives, [C] float32: numbers, or the `balanced` ones [C]; None: no weights.
+    """Return the loss weights of labels, [C] float32: those of a setting, or the `balanced` ones [C]; None: no weights.
 
     Raises InputError if balanced weights are asked for and a label `is_absent` [C]: all or no rows have it.
     """

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import pipeline
 
 from train.config import InputError, ShardsConfig, TrainConfig, check
 from train.config.tasks import EVAL_MASK_RATE, MLMConfig
@@ -33,7 +32,7 @@ from train.data.shards.prepared import PreparedData
 from train.data.text.coverage import unknown_share
 from train.data.text.encoding import open_tokenizer, starts_of
 from train.data.text.tokenizer import check_same_vocabulary
-from train.models.encoder import MaskedLM, build_masked_lm, fitting_config
+from train.models.encoder import MaskedLM, build_masked_lm, fitting_config, mask_filler
 from train.models.source import resolved
 from train.run_folder.samples import MOST_GUESSES, Answer, Guess, Sample, excerpt
 from train.tasks.spec import Task
@@ -241,7 +240,7 @@ class MaskedLMTask(Task):
 
     def samples(self, export: Path, most: int) -> list[Sample]:
         # In each of these validation sequences, the first token to predict is masked. The model runs on the host.
-        fill = pipeline("fill-mask", model=str(export), device="cpu")
+        fill = mask_filler(export)
         rows = spread(self.eval_rows, most)
         drawn = self._eval_rows(None).draw(rows[None])["inputs"]
         parts = [drawn[name][0] for name in ("input_ids", "positions", "labels")]

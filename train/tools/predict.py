@@ -252,7 +252,7 @@ def main(arguments: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the flags name: a model, texts, the keys of data.columns that were typed, and the file to write."""
+    """A request by flags: the model, texts, the keys of data.columns that were typed, and the file to write."""
 
     trained: Trained
     texts: list[dict[str, str]]
