@@ -81,7 +81,7 @@ def model(small, tmp_path):
     return shutil.copytree(small, tmp_path / "model")
 
 
-def refused(model, capsys):
+def rejection_of(model, capsys):
     """The line with which the model is rejected."""
     assert predict.main([str(model), *ASK]) == 2
     errors = capsys.readouterr().err
@@ -286,7 +286,7 @@ def test_pickled_weights_are_not_read_and_the_command_that_converts_them_is_name
     wanted = load_file(model / "model.safetensors")
     (model / "model.safetensors").unlink()
     torch.save({**wanted, "extra": torch.ones(2, 3).T}, model / "pytorch_model.bin")
-    errors = refused(model, capsys)
+    errors = rejection_of(model, capsys)
     assert "pytorch_model.bin has pickled weights, which baretrain does not read" in errors
     command = errors.partition("2.10 or newer: ")[2].replace("python -c", f"{sys.executable} -c")
     subprocess.run(command, shell=True, check=True)
@@ -305,7 +305,7 @@ def test_an_index_of_weights_names_files_of_its_folder_only(model, name, capsys)
     (model / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"bert.x": name}})
     )
-    assert "weight_map" in refused(model, capsys)
+    assert "weight_map" in rejection_of(model, capsys)
 
 
 def test_an_export_copies_no_link_of_a_tokenizer(tmp_path):
@@ -326,7 +326,7 @@ def test_the_files_of_a_model_are_regular_files_of_its_folder(
     (tmp_path / "secret").write_text("{}")
     (model / name).unlink(missing_ok=True)
     os.mkfifo(model / name) if target is None else (model / name).symlink_to(target)
-    errors = refused(model, capsys)
+    errors = rejection_of(model, capsys)
     assert "leads out of" in errors or "not a regular file" in errors
 
 
