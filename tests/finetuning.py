@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow
+import pyarrow.parquet
 from forks import DEVICE
 from running import TINY
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -53,6 +57,34 @@ def train_with(settings: list[str], stop: StopRequest | None = None) -> tuple[st
 
 def task_of(settings: list[str]) -> Task:
     return build_task(cli.load_config(TrainConfig, settings))
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    """Write a file of JSON lines or, if the name ends so, of Parquet, or of CSV with a header."""
+    if path.suffix == ".parquet":
+        table = pyarrow.Table.from_pylist(rows)
+        pyarrow.parquet.write_table(table, path, row_group_size=2)
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of JSON lines, or of CSV."""
+    if path.suffix == ".csv":
+        return list(csv.DictReader(path.open(newline="")))
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def batch_of(rows: Any, items: Any) -> dict[str, Any]:
+    """The inputs of one micro batch of these items."""
+    drawn = rows.draw(np.array([items]))["inputs"]
+    return {name: tensor[0] for name, tensor in drawn.items()}
 
 
 def asking(

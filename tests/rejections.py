@@ -16,8 +16,10 @@ def rejects(
     *arguments: Any,
     error: type = InputError,
     **settings: Any,
-) -> None:
-    """Check that the call is rejected, in one line in which the regular expression is found."""
+) -> str:
+    """Check that the call is rejected, in one line in which the regular expression is found. Returns the line."""
     with pytest.raises(error, match=match) as raised:
         action(*arguments, **settings)
-    assert "\n" not in str(raised.value)
+    said = str(raised.value)
+    assert "\n" not in said
+    return said

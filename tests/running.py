@@ -16,6 +16,7 @@ from forks import DEVICE, TORCHRUN, free_port, launch, run_forked
 from forks import ROOT as ROOT
 
 from train.config import PrepareConfig, TrainConfig
+from train.data.shards.manifest import DataManifest
 from train.run import compose as cli
 from train.run.stopping import StopRequest
 
@@ -47,16 +48,23 @@ def write_corpus(path: Path, *, num_documents: int = 120, seed: int = 0) -> Path
 
 
 def prepare_config(output: Path, corpus: Path, *overrides: str) -> PrepareConfig:
-    usual = {
-        "corpus=": "corpus=text",
-        "corpus.path=": f"corpus.path={corpus}",
-        "tokenizer.pretrained=": "tokenizer.vocab_size=120",
-        "corpus.validation=": "validation_fraction=0.25",
+    usual = {  # by the key of an override that replaces it
+        "corpus": "corpus=text",
+        "corpus.path": f"corpus.path={corpus}",
+        "tokenizer.pretrained": "tokenizer.vocab_size=120",
+        "corpus.validation": "validation_fraction=0.25",
     }
-    given = " ".join(overrides)
-    chosen = [override for setting, override in usual.items() if setting not in given]
-    fixed = [f"output={output}", f"seq_len={SEQ_LEN}"]
-    return cli.load_config(PrepareConfig, [*fixed, *chosen, *overrides])
+    typed = {each.partition("=")[0] for each in overrides}
+    given = [setting for key, setting in usual.items() if key not in typed]
+    words = [f"output={output}", f"seq_len={SEQ_LEN}", *given, *overrides]
+    return cli.load_config(PrepareConfig, words)
+
+
+def prepare_here(output: Path, corpus: Path, *overrides: str) -> DataManifest | None:
+    """Prepare in the tests' own process."""
+    from train.tools import prepare  # late: conftest.py sets what torch and its neighbours read
+
+    return prepare.prepare(prepare_config(output, corpus, *overrides))
 
 
 def train_overrides(run_dir: Path, data: Path, *overrides: str) -> list[str]:

@@ -38,6 +38,7 @@ from train.parallel import ranks
 from train.run import stopping
 from train.run.stopping import StopRequest
 from train.run_folder.samples import Sample
+from train.storage.folders import Folder
 from train.tasks import TASKS, Task, TaskSpec
 
 BERT = ModelConfig(
@@ -122,6 +123,9 @@ class ToyTask(Task):
 
     def flops_per_example(self, model: nn.Module, seq_len: int) -> float:
         return 12.0
+
+    def describe_model(self, model: nn.Module, folder: Folder) -> None:
+        return
 
     def export(self, model: nn.Module, folder: Path) -> None:
         torch.save(model.state_dict(), folder / "model.pt")

@@ -40,6 +40,7 @@ KINDS = (
     "give texts, or mappings from column names to values, in a list, a data frame or a data set"
 )
 FILES = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".conll", ".gz")
+NO_METRICS = ("kind", "time_unix_s", "attempt")  # keys of a line of metrics.jsonl
 # at most this many of the last output lines are kept, to find the reason for a failure
 LINES = 1000
 
@@ -68,9 +69,8 @@ class Result:
     # those of the exported weights or, without an export, of the last evaluation
     scores: dict[str, float]
     export: str | None  # a folder for from_pretrained; None if nothing was exported
-    report: (
-        str | None
-    )  # the page that `finetune` and `report` write by default; None if there is none
+    # the page that `finetune` and `report` write by default; None if there is none
+    report: str | None
 
     def predict(self, rows: Any, **options: Any) -> list[dict[str, Any]]:
         """Return the model's prediction for each row; see `predict`."""
@@ -116,31 +116,25 @@ def kept(rows: Any) -> Path:
     check(bool(lines), "data has no rows")
     number = next((n for n, line in enumerate(lines, 1) if isinstance(line, str)), None)
     check(number is None, f"row {number} is a text without a label: {KINDS}")
-    text = "".join(f"{json_line(line)}\n" for line in lines if isinstance(line, Mapping))
+    suffix = ".jsonl"
+    content = json_text(lines)
+    if has_label_names(rows):  # JSON would have their numbers alone
+        suffix = ".parquet"
+        content = parquet_of(rows)
     folder = make_folder(cache_root() / "rows")
-    names = label_names_in(rows)
-    content, suffix = text.encode(), ".jsonl"
-    hashed = content
-    if names:  # JSON would have their numbers alone
-        hashed = f"{text}{names}".encode()
-        content, suffix = parquet_of(rows), ".parquet"
-    path = folder / f"{sha256_bytes(hashed)[:16]}{suffix}"
+    path = folder / f"{sha256_bytes(content)[:16]}{suffix}"
     write_atomic(path, content)
     return path
 
 
-def label_names_in(rows: Any) -> dict[str, list[str]]:
-    """Return the names of the labels of a data set of `datasets`, by column; {} if it, or other rows, has none."""
+def has_label_names(rows: Any) -> bool:
+    """Return whether rows are a data set of `datasets` that names its labels."""
     features = getattr(rows, "features", None)
-    if not (
-        isinstance(features, Mapping)
-        and hasattr(rows, "with_format")
-        and hasattr(rows, "num_rows")
-    ):
-        return {}
+    if not isinstance(features, Mapping) or not hasattr(rows, "num_rows"):
+        return False
     from train.data.records.formats import class_names  # imports datasets
 
-    return class_names(features)
+    return bool(class_names(features))
 
 
 def parquet_of(rows: Any) -> bytes:
@@ -195,15 +189,11 @@ def ended_run(command: str, arguments: list[str], ranks: int) -> Result:
     ended = now if now != before else {}
     if code != DONE and ended.get("outcome") != "stopped":
         raise Failure(str(ended.get("reason") or said))
-    evaluations = [
-        {
-            key: value
-            for key, value in line.items()
-            if key not in ("kind", "time_unix_s", "attempt")
-        }
-        for line in read_lines(folder)
-        if line["kind"] == "eval"
-    ]
+    evaluations = []
+    for line in read_lines(folder):
+        if line["kind"] == "eval":
+            metrics = {key: value for key, value in line.items() if key not in NO_METRICS}
+            evaluations.append(metrics)
     export = None
     if folder.names("export/"):
         export = f"{location.rstrip('/')}/export"
@@ -252,40 +242,32 @@ def predict(
     or a list, generator, array, data frame or data set of them. A Path names a file of rows. `options` are settings of
     the command.
     """
-    if isinstance(rows, Path):
-        lines = []
-    else:
-        lines = lines_of(rows)
-    if not isinstance(rows, Path) and not lines:
+    is_file = isinstance(rows, Path)
+    lines = [] if is_file else lines_of(rows)
+    if not is_file and not lines:
         return []
     with TemporaryDirectory() as folder:
         output = Path(folder, "answers.jsonl")
-        if isinstance(rows, Path):
-            given = [f"data.path={quoted(str(rows))}"]
-        else:
-            file = Path(folder, "rows.jsonl")
-            texts = [line for line in lines if isinstance(line, str)]
-            check(
-                len(texts) in (0, len(lines)),
-                "some rows are texts and others are not: give rows of one kind",
-            )
-            records = [{"text": line} if isinstance(line, str) else line for line in lines]
-            file.write_text(
-                "".join(f"{json_line(record)}\n" for record in records), encoding="utf-8"
-            )
-            given = [f"data.path={file}", *(["data.columns.text=text"] if texts else [])]
-        arguments = [
-            *values([model]),
-            *given,
-            f"--output={output}",
-            *values(options),
-            *flags(imports),
-        ]
+        given = [f"data.path={quoted(str(rows))}"]
+        if not is_file:
+            given = written_rows(lines, Path(folder, "rows.jsonl"))
+        arguments = [*values([model]), *given, f"--output={output}", *values(options)]
         try:
-            done("predict", arguments, without=f"{folder}/")
+            done("predict", [*arguments, *flags(imports)], without=f"{folder}/")
         except (InputError, Failure) as error:
             raise type(error)(str(error).replace(f"{folder}/", "")) from None
         return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+
+
+def written_rows(lines: Sequence[str | Mapping[Any, Any]], file: Path) -> list[str]:
+    """Write rows to a file, and return the settings that name it. Raises InputError if only some are texts."""
+    are_texts = {isinstance(line, str) for line in lines}
+    check(len(are_texts) == 1, "some rows are texts and others are not: give rows of one kind")
+    file.write_bytes(json_text(lines))
+    settings = [f"data.path={file}"]
+    if are_texts == {True}:
+        settings.append("data.columns.text=text")
+    return settings
 
 
 def evaluate(
@@ -326,12 +308,18 @@ def lines_of(rows: Any) -> list[str | Mapping[Any, Any]]:
     return lines
 
 
-def json_line(row: Mapping[Any, Any]) -> str:
-    """Return a row as JSON. Raises InputError if a value cannot be expressed."""
-    try:
-        return json.dumps({str(key): value for key, value in row.items()}, default=plain_value)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"a row cannot be written as JSON: {error}") from None
+def json_text(rows: Iterable[str | Mapping[Any, Any]]) -> bytes:
+    """Return rows as lines of JSON; a text becomes {"text": ...}. Raises InputError if a value cannot be written."""
+    lines = []
+    for row in rows:
+        by_name = {"text": row}
+        if isinstance(row, Mapping):
+            by_name = {str(key): value for key, value in row.items()}
+        try:
+            lines.append(json.dumps(by_name, default=plain_value))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InputError(f"a row cannot be written as JSON: {error}") from None
+    return "".join(f"{line}\n" for line in lines).encode()
 
 
 def plain_value(value: Any) -> Any:
@@ -355,14 +343,13 @@ def flags(imports: Sequence[str]) -> list[str]:
 def listed(values: Iterable[str]) -> list[str]:
     """Return the values, which a generator yields once. Raises InputError if they are not a list of texts."""
     # The characters of a string, or the keys of a dict, would become values.
-    if isinstance(values, str | Mapping):
-        given = []
-    else:
-        given = list(values)
-    is_list = not isinstance(values, str | Mapping) and all(
-        isinstance(each, str) for each in given
+    is_list = not isinstance(values, str | Mapping)
+    given = list(values) if is_list else []
+    are_texts = all(isinstance(each, str) for each in given)
+    check(
+        is_list and are_texts,
+        f"{values!r:.80} must be a list of texts, such as ['key=value']",
     )
-    check(is_list, f"{values!r:.80} must be a list of texts, such as ['key=value']")
     return given
 
 
@@ -380,7 +367,13 @@ def composed(command: str, arguments: Sequence[str]) -> dict[str, Any]:
     """Return the complete settings that a command composes from these arguments. Raises Failure if it fails."""
     words = [sys.executable, "-m", "train", command, *arguments, "--cfg=job"]
     env = processes.with_this_code(os.environ)
-    ended = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        words,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     said = judged(ended.returncode, ended.stderr)
     if ended.returncode != DONE:
         raise Failure(said)
@@ -393,7 +386,12 @@ def done(command: str, arguments: Sequence[str], *, ranks: int = 1, without: str
 
     Lines `without` this folder, which the user does not know, are printed; all are if it is empty.
     """
-    code, said = call(command, arguments, ranks=ranks, without=without)
+    code, said = call(
+        command,
+        arguments,
+        ranks=ranks,
+        without=without,
+    )
     if code != DONE:
         raise Failure(said)
     return said

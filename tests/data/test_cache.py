@@ -72,8 +72,11 @@ def test_the_window_is_the_usual_one_or_what_fits(of_size):
     half = order_of(20, lanes=2, window=5, world_size=2)  # this machine reads one of the two lanes
     assert of_size(20, total - 1).window_shards(half) == 5
     small = of_size(20, 10 * MB + 6 * 64 * MB - MB)
-    says = "may use 0.393 GB, too little for windows of 1 shards per lane in 1 lanes; raise"
-    rejects(says, small.check_windows, order_of(20, window=1))
+    rejects(
+        "may use 0.393 GB, too little for windows of 1 shards per lane in 1 lanes; raise",
+        small.check_windows,
+        order_of(20, window=1),
+    )
     rejects(r"may use 0.393 GB, but the data is 1.29 GB", small.check_space, small.manifest.shards)
     some = of_size(20, 800 * MB)
     some.check_windows(order_of(20, window=2, batch=200))

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
-import json
 import os
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
+from finetuning import write_rows
 from rejections import rejects
 
-from train.config import CorpusConfig, FilesCorpusConfig, HFCorpusConfig, HFDataset, InputError
+from train.config import CorpusConfig, FilesCorpusConfig, HFCorpusConfig, HFDataset
 from train.data.text import corpus_files
 from train.data.text.corpus import Corpus, open_corpus
 from train.data.text.documents import CorpusPart
@@ -35,25 +32,8 @@ def texts(corpus: Corpus) -> list[str]:
 
 
 def error_of(kind: str, path: Path | str, **settings: Any) -> str:
-    """The message of the InputError that opening and reading returns; one line."""
-    with pytest.raises(InputError) as caught:
-        texts(files(kind, path, **settings))
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """A file of rows in the format that the name ends in."""
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=2)
-    elif path.suffix == ".csv":
-        with path.open("w", newline="", encoding="utf-8") as file:
-            table = csv.DictWriter(file, list(rows[0]))
-            table.writeheader()
-            table.writerows(rows)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+    """The line with which opening and reading is rejected."""
+    return rejects("", lambda: texts(files(kind, path, **settings)))
 
 
 def gzipped(path: Path) -> Path:
@@ -312,8 +292,8 @@ def test_a_document_belongs_to_the_part_in_which_it_begins(
 def test_a_mistake_in_a_part_is_named_with_the_byte_that_reading_began_at(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "fine"}\n' * 9 + "[]\n")
-    with pytest.raises(InputError, match=r"a\.jsonl, after byte 78:5: not a JSON object"):
-        list(files("jsonl", path).documents(CorpusPart(1, 2)))
+    documents = files("jsonl", path).documents(CorpusPart(1, 2))
+    rejects(r"a\.jsonl, after byte 78:5: not a JSON object", list, documents)
 
 
 def test_parts_of_data_sets_share_the_files_and_hold_each_document_once(tmp_path):
@@ -401,16 +381,10 @@ def test_a_data_set_that_cannot_be_loaded_is_named_before_any_is_read(tmp_path):
 
 def test_bad_rows_of_a_data_set_are_named(tmp_path):
     path = write_rows(tmp_path / "a.jsonl", [{"text": [1]}])
-    with pytest.raises(
-        InputError, match=r"json, row 1: column text holds \[1\] \(list\), not a string"
-    ):
-        texts(hub(HFDataset(path="json", data_files=str(path))))
+    dataset = HFDataset(path="json", data_files=str(path))
+    rejects(r"json, row 1: column text holds \[1\] \(list\), not a string", texts, hub(dataset))
     path.write_text('{"text": "a"}\n{"text": nul')
-    rejects(
-        r"data set json .*: .*JSON parse error",
-        texts,
-        hub(HFDataset(path="json", data_files=str(path))),
-    )
+    rejects(r"data set json .*: .*JSON parse error", texts, hub(dataset))
     rejects("rows_per_document=0", hub, HFDataset(path="json", rows_per_document=0))
 
 

@@ -6,7 +6,7 @@ from tempfile import mkdtemp
 
 import datasets
 import pytest
-from finetuning import FP32, tuned
+from finetuning import FP32, tuned, write_rows
 
 from train.config import S3Config, TrainConfig
 from train.config.train import CompareConfig
@@ -94,7 +94,7 @@ def test_a_run_on_cola_is_judged_by_matthews_correlation(tmp_path, tokenizer_fol
     path = f"data.path={write_hub(tmp_path / 'glue', 'cola')}"
     run = tuned(tmp_path / "run", tokenizer_folder, "task=classify", "data=cola", path, *best)
     new = tmp_path / "new.jsonl"
-    new.write_text("".join(json.dumps({"sentence": f"{row} of 4"}) + "\n" for row in range(4)))
+    write_rows(new, [{"sentence": f"{row} of 4"} for row in range(4)])
     assert predict.main([str(run), f"data.path={new}", *FP32]) == 0
     answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(answers) == 4

@@ -61,8 +61,9 @@ ASKING: dict[str, Callable[[], object]] = {
 @pytest.mark.parametrize("what", ASKING)
 def test_a_hub_that_cannot_be_reached_is_one_line_at_once(what, nobody_there, caplog, capfd):
     caplog.set_level(logging.WARNING)
-    missing = f"{SOURCE}.* no such file or folder here, .* the Hub cannot be reached: "
-    rejects(missing, ASKING[what])
+    rejects(
+        f"{SOURCE}.* no such file or folder here, .* the Hub cannot be reached: ", ASKING[what]
+    )
     assert "Retrying" not in caplog.text + capfd.readouterr().err
     assert not huggingface_hub.is_offline_mode()  # a push at the end of the run asks again
 

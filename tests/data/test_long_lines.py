@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from rejections import rejects
 
-from train.config import FilesCorpusConfig, InputError, RecordsConfig
+from train.config import FilesCorpusConfig, RecordsConfig
 from train.data.files import text as files_text
 from train.data.records.formats import file_table
 from train.data.text import corpus_files
@@ -68,6 +69,6 @@ def test_a_line_is_read_up_to_a_limit_that_is_named(
         return sum(1 for _ in open_corpus(cfg).documents())
 
     assert read(800) > 0
-    says = r"a\.\w+\.gz(:2: a line of|:) more than 1,000 characters, which is the limit"
-    with pytest.raises(InputError, match=says):
-        read(1100)
+    rejects(
+        r"a\.\w+\.gz(:2: a line of|:) more than 1,000 characters, which is the limit", read, 1100
+    )

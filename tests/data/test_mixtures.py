@@ -3,9 +3,10 @@
 from collections import Counter
 
 import pytest
+from finetuning import write_rows
 from rejections import rejects
-from running import prepare_config, write_corpus
-from test_corpus import hub, in_parts, texts, write_rows
+from running import prepare_config, prepare_here, write_corpus
+from test_corpus import hub, in_parts, texts
 from test_prepare import check_streams
 
 from train.config import CorpusConfig, FilesCorpusConfig, HFDataset
@@ -80,13 +81,12 @@ def test_validation_text_of_its_own_is_all_of_it_and_training_goes_without(
         "validation_fraction=0.1",
     ]
     assert prepare.main(table) == 2 and "choose the same" in capsys.readouterr().err
-    prepare.prepare(prepare_config(tmp_path / "two", paths[0], f"corpus.validation={paths[1]}"))
+    prepare_here(tmp_path / "two", paths[0], f"corpus.validation={paths[1]}")
     # of the same two files
     rejects("the corpus has changed", prepare.prepare, mixed(tmp_path / "two", paths))
     (tmp_path / "short.txt").write_text("ba be")
-    says = "the validation split has . tokens, .*; add text"
     rejects(
-        says,
+        "the validation split has . tokens, .*; add text",
         prepare.prepare,
         mixed(tmp_path / "other", paths, f"corpus.validation={tmp_path}/short.txt"),
     )
@@ -145,5 +145,9 @@ def test_corpora_of_other_kinds_reject_what_they_do_not_have():
         open_corpus,
         CorpusConfig(kind="pydocs", name="x", weights=[1]),
     )
-    says = r"corpus.validation=.* must be like an entry of corpus.datasets, .*'pth' is not known"
-    rejects(says, hub, HFDataset(path="json"), validation={"path": "json", "pth": "c"})
+    rejects(
+        r"corpus.validation=.* must be like an entry of corpus.datasets, .*'pth' is not known",
+        hub,
+        HFDataset(path="json"),
+        validation={"path": "json", "pth": "c"},
+    )

@@ -20,7 +20,6 @@ from train.data.shards.order import (
     ShardSampler,
     eval_sample,
     eval_shards,
-    lanes_of,
     permuted,
     window_of_lane,
     window_sizes,
@@ -143,20 +142,6 @@ def test_windows_double_from_one_shard_of_each_lane_in_the_first_epoch():
     assert [window_of_lane(256, lanes) for lanes in (1, 64, 300)] == [256, 4, 1]
     order = ShardSampler([1000] * 200, seed=3, global_batch_size=128, rank=0, world_size=1)
     assert len({*(next(order.micro_batches(128)) // 1000).tolist()}) <= order.lanes.number == 64
-
-
-def test_the_number_of_lanes_divides_the_batch_and_needs_a_shard_each():
-    assert [
-        lanes_of(*each)
-        for each in ((4096, 1200), (96, 1200), (31, 1200), (134, 1200), (4096, 20), (4096, 1))
-    ] == [
-        64,
-        48,
-        31,
-        2,
-        16,
-        1,
-    ]
 
 
 @pytest.mark.parametrize(

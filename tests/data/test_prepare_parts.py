@@ -9,7 +9,7 @@ import signal
 
 import pytest
 from rejections import rejects
-from running import prepare_config
+from running import prepare_config, prepare_here
 from services.fault_proxy import Fault
 from test_prepare import content
 from test_prepare import rejected as prepare_rejects
@@ -36,10 +36,7 @@ def in_three(tmp_path_factory, corpus, ready):
     """Three parts, by three jobs, not merged. Tests that change it work on a copy."""
     folder = tmp_path_factory.mktemp("parts") / "out"
     for number in (3, 1, 2):  # in any order
-        assert (
-            prepare.prepare(prepare_config(folder, corpus, SMALL, ready, f"part={number}/3"))
-            is None
-        )
+        assert prepare_here(folder, corpus, SMALL, ready, f"part={number}/3") is None
     return folder
 
 
@@ -49,7 +46,7 @@ def parts(in_three, tmp_path):
 
 
 def merged(folder, corpus, *overrides):
-    return prepare.prepare(prepare_config(folder, corpus, SMALL, *overrides, "merge=true"))
+    return prepare_here(folder, corpus, SMALL, *overrides, "merge=true")
 
 
 def rejected(folder, corpus, *overrides):
@@ -113,7 +110,7 @@ def test_any_number_of_processes_makes_the_same_bytes(
     for number in (1, 2, 3):
         output = tmp_path / str(number)
         given = (SMALL, ready, f"corpus={source}", f"processes={number}")
-        assert prepare.prepare(prepare_config(output, path, *given)).counts["documents"] == 120
+        assert prepare_here(output, path, *given).counts["documents"] == 120
         found.append(content(output))
     assert found[1:] == found[:-1]
     parts = {name.split("-")[1] for name in found[0] if name.startswith("train-")}
@@ -121,15 +118,10 @@ def test_any_number_of_processes_makes_the_same_bytes(
 
 
 def test_jobs_make_the_same_bytes_as_processes(corpus, tmp_path, four_parts):
-    by_processes = prepare.prepare(
-        prepare_config(tmp_path / "processes", corpus, SMALL, "processes=2")
-    )
+    by_processes = prepare_here(tmp_path / "processes", corpus, SMALL, "processes=2")
     output = tmp_path / "jobs"
     for job, states in (("2/2", [2, 3]), ("1/2", [0, 1, 2, 3])):
-        assert (
-            prepare.prepare(prepare_config(output, corpus, SMALL, f"part={job}", "processes=2"))
-            is None
-        )
+        assert prepare_here(output, corpus, SMALL, f"part={job}", "processes=2") is None
         assert sorted(path.name for path in output.glob("part-*")) == [
             state_name(CorpusPart(n, 4)) for n in states
         ]
@@ -140,13 +132,11 @@ def test_jobs_make_the_same_bytes_as_processes(corpus, tmp_path, four_parts):
 
 def test_finished_parts_are_not_done_twice(parts, corpus, ready):
     before = {path: path.stat().st_mtime_ns for path in parts.rglob("*")}
-    prepare.prepare(prepare_config(parts, corpus, SMALL, ready, "part=2/3"))
+    prepare_here(parts, corpus, SMALL, ready, "part=2/3")
     assert {path: path.stat().st_mtime_ns for path in parts.rglob("*")} == before
     merged(parts, corpus, ready)
     before = {path: path.stat().st_mtime_ns for path in parts.rglob("*")}
-    assert prepare.prepare(
-        prepare_config(parts, corpus, SMALL, ready, "part=2/3")
-    ) == read_manifest(parts)
+    assert prepare_here(parts, corpus, SMALL, ready, "part=2/3") == read_manifest(parts)
     assert merged(parts, corpus, ready) == read_manifest(parts)
     assert {path: path.stat().st_mtime_ns for path in parts.rglob("*")} == before
 
@@ -167,7 +157,7 @@ def test_the_tokenizer_that_is_published_first_is_everybodys(
     prepare.prepare(cfg)
     published = (output / "tokenizer" / "tokenizer.json").read_bytes()
     assert published == (prepared / "tokenizer" / "tokenizer.json").read_bytes()
-    prepare.prepare(prepare_config(output, corpus, SMALL, "part=2/2"))
+    prepare_here(output, corpus, SMALL, "part=2/2")
     assert merged(output, corpus).tokenizer == read_manifest(prepared).tokenizer
 
 
@@ -184,7 +174,7 @@ def test_a_tokenizer_that_changed_between_the_parts_is_noticed(parts, corpus, re
     published = parts / "tokenizer" / "tokenizer.json"
     published.write_text(published.read_text().replace("▁", "_"))
     (parts / state_name(CorpusPart(2, 3))).unlink()
-    prepare.prepare(prepare_config(parts, corpus, SMALL, ready, "part=3/3"))
+    prepare_here(parts, corpus, SMALL, ready, "part=3/3")
     assert "another tokenizer made part 1/3, part 2/3;" in rejected(
         parts, corpus, ready, "merge=true"
     )
@@ -223,8 +213,12 @@ def test_a_process_that_is_killed_is_named_and_the_same_command_continues(
 
     cfg = prepare_config(tmp_path / "out", corpus, SMALL, ready, "processes=2")
     monkeypatch.setattr(processes, "as_completed", killing)
-    says = r"a process was killed \(out of memory\?\); the same command"
-    rejects(says, prepare.prepare, cfg, error=Failure)
+    rejects(
+        r"a process was killed \(out of memory\?\); the same command",
+        prepare.prepare,
+        cfg,
+        error=Failure,
+    )
     assert not multiprocessing.active_children()
     monkeypatch.setattr(processes, "as_completed", completed)
     assert prepare.prepare(cfg) == read_manifest(tmp_path / "out")
@@ -244,16 +238,14 @@ def in_bucket(bucket, prefix):
 @pytest.fixture(scope="module")
 def local(tmp_path_factory, corpus, ready):
     folder = tmp_path_factory.mktemp("local") / "out"
-    prepare.prepare(prepare_config(folder, corpus, SMALL, ready))
+    prepare_here(folder, corpus, SMALL, ready)
     return folder
 
 
 def test_a_preparation_in_s3_is_that_on_disk_and_its_manifest_comes_last(
     bucket, corpus, ready, local
 ):
-    manifest = prepare.prepare(
-        prepare_config(bucket.location("a/b"), corpus, SMALL, ready, *bucket.overrides())
-    )
+    manifest = prepare_here(bucket.location("a/b"), corpus, SMALL, ready, *bucket.overrides())
     assert in_bucket(bucket, "a/b") == content(local)
     assert manifest == read_manifest(local)
     written = [

@@ -6,15 +6,13 @@ import pytest
 from finetuning import train_with
 from forks import DEVICE
 from rejections import rejects
-from running import lines, prepare_config
+from running import lines, prepare_here
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoConfig,
     AutoModelForMaskedLM,
     PreTrainedTokenizerFast,
 )
-
-from train.tools import prepare
 
 TINY = {
     "hidden_size": 32,
@@ -78,9 +76,7 @@ def published(corpus, tmp_path_factory):
         config = AutoConfig.for_model(architecture, **sizes, **ends)
         AutoModelForMaskedLM.from_config(config).save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
-        prepare.prepare(
-            prepare_config(folder / "data", corpus, f"tokenizer.pretrained={folder / 'model'}")
-        )
+        prepare_here(folder / "data", corpus, f"tokenizer.pretrained={folder / 'model'}")
         made[architecture] = folder
     return made
 
@@ -125,5 +121,8 @@ def test_a_published_model_learns_on(published, tmp_path, architecture):
         == 1
     )
     other = published["bert" if architecture == "roberta" else "roberta"] / "data"
-    says = f"prepare .* with tokenizer.pretrained={folder / 'model'}"
-    rejects(says, train_with, recipe(name, tmp_path / "other", other, *given))
+    rejects(
+        f"prepare .* with tokenizer.pretrained={folder / 'model'}",
+        train_with,
+        recipe(name, tmp_path / "other", other, *given),
+    )

@@ -75,6 +75,10 @@ def test_a_run_that_this_machine_cannot_hold_is_rejected_before_it_starts(
     prepared, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(description, "total_memory_bytes", lambda: 50_000)
-    more = "^weights, gradients .*; this machine or container has too little, .* for 1 rank; lower"
-    rejects(more, train_here, tmp_path / "run", prepared)
+    rejects(
+        "^weights, gradients .*; this machine or container has too little, .* for 1 rank; lower",
+        train_here,
+        tmp_path / "run",
+        prepared,
+    )
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

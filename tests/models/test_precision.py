@@ -18,6 +18,22 @@ from train.run import checkpoint_manager
 from train.tasks.mlm import loss_sum
 
 FP16 = BackendConfig(device=DEVICE, precision="fp16")
+
+
+def build(architecture, *, hidden_size=32, num_layers=2, max_positions=40):
+    """A small masked language model of 200 tokens."""
+    sizes = {"hidden_size": hidden_size, "num_layers": num_layers, "num_heads": 2}
+    sizes |= {"intermediate_size": 4 * hidden_size, "max_positions": max_positions}
+    cfg = ModelConfig(architecture=architecture, **sizes)
+    return build_masked_lm(cfg, vocab_size=200, pad_id=0, seq_len=32)
+
+
+def batch(rows):
+    """Ids, segments, and positions to predict."""
+    ids = torch.randint(5, 200, (rows, 32))
+    return ids, torch.zeros_like(ids), torch.arange(8).expand(rows, 8)
+
+
 # a factor of the toy's losses with which no gradient overflows at the first scale, 65536
 SMALL = 2.0**-10
 
@@ -52,18 +68,8 @@ def test_norms_that_return_bf16_keep_gradients_within_two_percent_of_fp32(archit
         ("bf16 norms", torch.bfloat16),
     ):
         torch.manual_seed(0)
-        sizes = {
-            "hidden_size": 64,
-            "num_layers": 12,
-            "num_heads": 2,
-            "intermediate_size": 256,
-            "max_positions": 40,
-        }
-        cfg = ModelConfig(architecture=architecture, **sizes)
-        model = build_masked_lm(
-            cfg, vocab_size=200, pad_id=0, seq_len=32
-        ).eval()  # without dropout
-        ids, positions = torch.randint(5, 200, (4, 32)), torch.arange(8).expand(4, 8)
+        model = build(architecture, num_layers=12, hidden_size=64).eval()  # without dropout
+        ids, segments, positions = batch(4)
         if norms is not None:
             model.narrow_norms(norms)
         seen = set()
@@ -72,7 +78,7 @@ def test_norms_that_return_bf16_keep_gradients_within_two_percent_of_fp32(archit
                 lambda _module, _inputs, output, seen=seen: seen.add(output.dtype)
             )
         with torch.autocast("cpu", torch.bfloat16, enabled=norms is not None):
-            logits = model(ids, torch.zeros_like(ids), positions)
+            logits = model(ids, segments, positions)
         loss_sum(logits.flatten(0, 1), ids[:, :8].flatten()).backward()
         assert seen == {norms or torch.float32}
         weights = [weight for weight in model.parameters() if weight.grad is not None]
@@ -88,16 +94,7 @@ def test_norms_that_return_bf16_keep_gradients_within_two_percent_of_fp32(archit
 
 
 def test_a_model_whose_code_fails_in_bf16_is_rejected_there():
-    sizes = {
-        "hidden_size": 32,
-        "num_layers": 1,
-        "num_heads": 2,
-        "intermediate_size": 32,
-        "max_positions": 40,
-    }
-    model = build_masked_lm(
-        ModelConfig(architecture="deberta", **sizes), vocab_size=99, pad_id=0, seq_len=32
-    )
+    model = build("deberta", num_layers=1)
     DDP(BackendConfig(device="cpu", precision="fp32")).place(model)
     narrow = DDP(BackendConfig(device="cpu", precision="bf16"))
     rejects(
@@ -106,23 +103,19 @@ def test_a_model_whose_code_fails_in_bf16_is_rejected_there():
         model,
     )
     check_precision(model, "bf16_stochastic")  # of XLA, whose weights are in bf16
-    ids, positions = torch.randint(5, 99, (2, 32)), torch.arange(8).expand(2, 8)
-    assert model.to(torch.bfloat16)(ids, torch.zeros_like(ids), positions).dtype == torch.bfloat16
+    assert model.to(torch.bfloat16)(*batch(2)).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
     "architecture", ["albert", "bert", "distilbert", "electra", "roberta", "modernbert"]
 )
 def test_joined_projections_compute_what_three_products_do(architecture):
-    cfg = ModelConfig(
-        architecture=architecture, hidden_size=32, num_layers=2, num_heads=2, max_positions=40
-    )
-    model = build_masked_lm(cfg, vocab_size=99, pad_id=0, seq_len=32).eval()
-    ids, positions = torch.randint(5, 99, (2, 32)), torch.arange(8).expand(2, 8)
+    model = build(architecture).eval()
+    inputs = batch(2)
     found = []
     for _ in range(2):
         model.zero_grad()
-        logits = model(ids, torch.zeros_like(ids), positions)
+        logits = model(*inputs)
         logits.square().sum().backward()
         found.append(
             [logits, *(weight.grad for weight in model.parameters() if weight.grad is not None)]
@@ -219,16 +212,7 @@ def test_backward_passes_of_a_deterministic_run_are_bitwise_equal(seq_len):
     """More tokens than one kernel's table of embeddings takes; attention with and without a mask."""
     backend = DDP(BackendConfig(device=DEVICE, precision="bf16", deterministic=True))
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 128,
-        "num_layers": 2,
-        "num_heads": 2,
-        "intermediate_size": 256,
-        "max_positions": 512,
-    }
-    model = build_masked_lm(
-        ModelConfig(architecture="bert", **sizes), vocab_size=200, pad_id=0, seq_len=seq_len
-    )
+    model = build("bert", hidden_size=128, max_positions=512)
     backend.place(model)
     ids = torch.randint(5, 200, (4096 // seq_len, seq_len), device=backend.device)
     positions = torch.arange(0, seq_len, 8, device=backend.device).expand(len(ids), -1)

@@ -56,8 +56,11 @@ def test_the_ends_of_a_text_are_the_missing_special_tokens(tmp_path, single, lac
         made = task_tokenizer(cfg)
         assert (made.cls_token, made.sep_token) == ("<s>", "</s>")
     else:
-        says = f"has no {lacking}, .*; name one of its tokens in its tokenizer_config.json"
-        rejects(says, task_tokenizer, cfg)
+        rejects(
+            f"has no {lacking}, .*; name one of its tokens in its tokenizer_config.json",
+            task_tokenizer,
+            cfg,
+        )
 
 
 def from_run(path, **changes):
@@ -117,8 +120,13 @@ def test_a_run_without_an_export_gives_its_checkpoint(finished, tmp_path, monkey
         path.unlink()
     # it is there: nothing is exported again
     assert resolved(from_run(copy), LOCAL, tmp_path / "cache") == cfg
-    says = r"model.pretrained=.*: exporting its checkpoint failed \(.*no valid checkpoint"
-    rejects(says, resolved, from_run(copy), LOCAL, tmp_path / "other")
+    rejects(
+        r"model.pretrained=.*: exporting its checkpoint failed \(.*no valid checkpoint",
+        resolved,
+        from_run(copy),
+        LOCAL,
+        tmp_path / "other",
+    )
     assert not [path for path in (tmp_path / "other/models").iterdir() if path.is_dir()]
 
 

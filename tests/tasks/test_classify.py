@@ -1,13 +1,12 @@
 """Classification: texts to tokens, the loss as torch's weighted mean, metrics and predictions in the data's order."""
 
-import csv
 import json
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from finetuning import task_of, tuning
+from finetuning import batch_of, read_rows, task_of, tuning, write_rows
 from rejections import rejects
 
 from train.config.tasks import ClassifyConfig
@@ -25,13 +24,12 @@ def data(texts, tmp_path_factory):
     """train.csv of 90 rows, dev.csv of 20 and other.csv of 12; the label is in the text."""
     folder = tmp_path_factory.mktemp("data")
     labels = ["good"] * 6 + ["bad"] * 3 + ["fair"]
-    lines = [
-        (f"row{i}", f"{labels[i % 10]} {text}", labels[i % 10])
-        for i, text in enumerate(texts[:122])
-    ]
-    for name, part in {"train": lines[:90], "dev": lines[90:110], "other": lines[110:122]}.items():
-        with (folder / f"{name}.csv").open("w", newline="") as file:
-            csv.writer(file).writerows([("name", "text", "label"), *part])
+    rows = []
+    for number, text in enumerate(texts[:122]):
+        label = labels[number % 10]
+        rows.append({"name": f"row{number}", "text": f"{label} {text}", "label": label})
+    for name, part in {"train": rows[:90], "dev": rows[90:110], "other": rows[110:]}.items():
+        write_rows(folder / f"{name}.csv", part)
     return folder
 
 
@@ -199,7 +197,7 @@ def test_weights_fit_the_labels_and_balanced_ones_are_those_of_scikit_learn():
         (
             ClassifyConfig(class_weights="balanced"),
             np.array([3, 0, 3]),
-            "no training row has the label fair",
+            "all or no training rows have the label fair",
         ),
     ):
         rejects(says, class_weights, cfg, LABELS, counts)
@@ -215,8 +213,7 @@ def test_however_a_batch_is_split_the_loss_is_torchs_weighted_mean(make, weights
     model = task.build_model().eval()
     assert task.flops_per_example(model, 64) > task.flops_per_example(model, 16) > 0
     rows = task.train_data()
-    items = np.arange(12)
-    whole = {name: tensor[0] for name, tensor in rows.draw(items[None])["inputs"].items()}
+    whole = batch_of(rows, range(12))
     with torch.no_grad():
         logits = model(whole["input_ids"], whole["attention_mask"], whole["token_type_ids"])
         settings = {"weight": task.weights, "label_smoothing": float(smoothing)}
@@ -225,13 +222,9 @@ def test_however_a_batch_is_split_the_loss_is_torchs_weighted_mean(make, weights
             [[*range(12)]],
             [[0, 1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, PADDING, PADDING]],
         ):
-            drawn = rows.draw(np.array(parts))
-            batches = [
-                {name: tensor[k] for name, tensor in drawn["inputs"].items()}
-                for k in range(len(parts))
-            ]
-            total = sum(task.loss(model, batch).item() for batch in batches)
-            assert total / sum(drawn["count"]) == pytest.approx(wanted.item(), rel=1e-5)
+            total = sum(task.loss(model, batch_of(rows, part)).item() for part in parts)
+            count = sum(rows.draw(np.array(parts))["count"])
+            assert total / count == pytest.approx(wanted.item(), rel=1e-5)
 
 
 TRUE, PREDICTED = np.array([0, 0, 0, 1, 2, 2]), np.array([0, 0, 1, 1, 2, 0])
@@ -301,10 +294,7 @@ def test_an_evaluation_of_each_split_is_written_in_the_order_of_the_data(task, t
         and metrics["other_loss"] == np.arange(20, 32).mean()
     )
     task.write_evaluation(rows, LocalFolder(tmp_path), step=7)
-    lines = [
-        json.loads(line)
-        for line in (tmp_path / "predictions/validation.jsonl").read_text().splitlines()
-    ]
+    lines = read_rows(tmp_path / "predictions/validation.jsonl")
     assert [line["id"] for line in lines] == [f"row{i}" for i in range(90, 110)]
     assert [line["label"] for line in lines] == [LABELS[label] for label in labels[:20]]
     assert (
@@ -313,7 +303,7 @@ def test_an_evaluation_of_each_split_is_written_in_the_order_of_the_data(task, t
     assert lines[1]["probabilities"][lines[1]["label"]] == pytest.approx(
         np.exp(3) / (np.exp(3) + 2)
     )
-    assert len((tmp_path / "predictions/other.jsonl").read_text().splitlines()) == 12
+    assert len(read_rows(tmp_path / "predictions/other.jsonl")) == 12
     result = json.loads((tmp_path / "evaluation.json").read_text())
     assert result["step"] == 7 and result["splits"]["validation"]["labels"] == LABELS
     assert result["splits"]["validation"]["accuracy"] == pytest.approx(19 / 20)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from finetuning import byte_tokenizer, task_of, tuning
+from finetuning import byte_tokenizer, task_of, tuning, write_rows
 from running import TINY, train_overrides
 from tokenizers import processors
 from transformers import (
@@ -122,7 +122,7 @@ def settings_for(
     kind: str, architecture: str, tokenizer: Path, folder: Path, rows: list[dict[str, Any]]
 ) -> list[str]:
     for name in ("train", "validation"):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(folder / f"{name}.jsonl", rows)
     data = [
         "data=records",
         f"data.path={folder}",

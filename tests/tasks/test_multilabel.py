@@ -1,13 +1,12 @@
 """Multi-label classification: any number of labels in and out."""
 
-import csv
 import json
 import shutil
 
 import numpy as np
 import pytest
 import torch
-from finetuning import FP32, task_of, train_with, tuning
+from finetuning import FP32, read_rows, task_of, train_with, tuning, write_rows
 from rejections import rejects
 from running import lines
 
@@ -52,18 +51,14 @@ def rows(texts):
 def sources(rows, tmp_path_factory):
     """Settings of the same rows as JSON lines, as CSV with a separator, and as CSV with a column for each label."""
     folder = tmp_path_factory.mktemp("labelled")
-    with (folder / "lists.jsonl").open("w") as file:
-        file.writelines(
-            json.dumps({"text": text, "label": labels}) + "\n" for text, labels in rows
-        )
-    tables = {"split": [("text", "label"), *((text, " | ".join(labels)) for text, labels in rows)]}
-    tables["columns"] = [
-        ("text", *NAMES),
-        *((text, *(int(name in has) for name in NAMES)) for text, has in rows),
-    ]
+    tables = {"lists.jsonl": [], "split.csv": [], "columns.csv": []}
+    for text, labels in rows:
+        tables["lists.jsonl"].append({"text": text, "label": labels})
+        tables["split.csv"].append({"text": text, "label": " | ".join(labels)})
+        bits = {name: int(name in labels) for name in NAMES}
+        tables["columns.csv"].append({"text": text, **bits})
     for name, table in tables.items():
-        with (folder / f"{name}.csv").open("w", newline="") as file:
-            csv.writer(file).writerows(table)
+        write_rows(folder / name, table)
     return {
         "lists": [f"data.path={folder}/lists.jsonl"],
         "split": [f"data.path={folder}/split.csv", "data.label_separator=|"],
@@ -142,8 +137,7 @@ def test_metrics_worked_out_by_hand(given, tmp_path):
 
 def validated(run_dir):
     """The answers to the validation data."""
-    text = (run_dir / "predictions/validation.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
+    return read_rows(run_dir / "predictions/validation.jsonl")
 
 
 def chosen(evaluated):
@@ -174,9 +168,7 @@ def test_the_threshold_that_the_validation_data_chose_is_that_of_exports_and_pre
     )
     for folder in (run_dir / "export", tmp_path / "exported"):
         assert limit_of(folder) == limit
-    (tmp_path / "new.jsonl").write_text(
-        "".join(json.dumps({"text": "no", "label": [name]}) + "\n" for name in NAMES)
-    )
+    write_rows(tmp_path / "new.jsonl", [{"text": "no", "label": [name]} for name in NAMES])
     for flags, used in (([], limit), (["task.threshold=0.001"], 0.001)):
         capsys.readouterr()
         assert predict.main([str(run_dir), f"data.path={tmp_path}/new.jsonl", *flags, *FP32]) == 0

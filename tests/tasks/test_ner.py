@@ -6,7 +6,16 @@ from functools import partial
 
 import numpy as np
 import pytest
-from finetuning import FP32, byte_tokenizer, task_of, train_with, tuning, word_tokenizer
+from finetuning import (
+    FP32,
+    byte_tokenizer,
+    read_rows,
+    task_of,
+    train_with,
+    tuning,
+    word_tokenizer,
+    write_rows,
+)
 from rejections import rejects
 from running import ROOT, lines
 from transformers import AutoTokenizer
@@ -39,26 +48,9 @@ def words_folder(tmp_path_factory):
 def overrides(words_folder, tmp_path_factory):
     """Of a run that learns to find the entities, in batches of two lengths."""
     cache = tmp_path_factory.mktemp("cache")
-    task = [
-        "task=ner",
-        "data=records",
-        f"data.path={ENTITIES}",
-        "data.validation_fraction=0.3",
-        "seq_len=48",
-    ]
-    task += [
-        "data.lengths=[24]",
-        f"data.cache_dir={cache}",
-        "optim.lr=1e-2",
-        "model.hidden_dropout=0",
-    ]
-    task += [
-        f"max_steps={STEPS}",
-        "eval_every=30",
-        "micro_batch_size=4",
-        "log_every=10",
-        "best.metric=f1",
-    ]
+    task = f"""task=ner data=records data.path={ENTITIES} data.validation_fraction=0.3 seq_len=48
+        data.lengths=[24] data.cache_dir={cache} optim.lr=1e-2 model.hidden_dropout=0
+        max_steps={STEPS} eval_every=30 micro_batch_size=4 log_every=10 best.metric=f1""".split()
     return lambda run_dir, *others: tuning(run_dir, words_folder, *task, *others)
 
 
@@ -71,19 +63,14 @@ def trained(overrides, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def predictions(trained):
-    return [
-        json.loads(line)
-        for line in (trained / "predictions/validation.jsonl").read_text().splitlines()
-    ]
+    return read_rows(trained / "predictions/validation.jsonl")
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "bytes"])
 def test_the_first_token_of_a_word_has_its_tag(prepared, kind):
-    tokenizer = (
-        byte_tokenizer()
-        if kind == "bytes"
-        else AutoTokenizer.from_pretrained(prepared / "tokenizer")
-    )
+    tokenizer = AutoTokenizer.from_pretrained(prepared / "tokenizer")
+    if kind == "bytes":
+        tokenizer = byte_tokenizer()
     words = ["sitting", "in", "na", "remona", "in", "bebo"]
     features = NERFeaturizer(tokenizer, seq_len=40).features(
         {"tokens": [words], "tags": [[5, 4, 3, 2, 1, 0]]}, [7], split="x"
@@ -158,10 +145,10 @@ def test_it_learns(trained, predictions):
 
 def test_new_words_are_tagged(trained, predictions, tmp_path, capsys):
     rows = [{"id": line["id"], "tokens": line["tokens"]} for line in predictions]
-    (tmp_path / "new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    files = [f"data.path={tmp_path}/new.jsonl", "--output", str(tmp_path / "out.jsonl")]
+    files = [f"data.path={write_rows(tmp_path / 'new.jsonl', rows)}"]
+    files += ["--output", str(tmp_path / "out.jsonl")]
     assert predict.main([str(trained), *FP32, *files]) == 0
-    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    found = read_rows(tmp_path / "out.jsonl")
     assert [line["prediction"] for line in found] == [line["prediction"] for line in predictions]
     capsys.readouterr()
     assert predict.main([str(trained), *FP32, "--tokens", "Anna Meier lives in Bonn ."]) == 0
@@ -304,8 +291,11 @@ def test_a_token_beyond_the_vocabulary_of_the_model_is_rejected_before_the_first
     given = overrides(
         tmp_path / "run", f"model.tokenizer={tmp_path}/gap", f"data.cache_dir={tmp_path}"
     )
-    says = f"the data has the token id {far}, but the model has {far - 3} tokens; set model.vocab_size above it"
-    rejects(says, task_of, given)
+    rejects(
+        f"the data has the token id {far}, but the model has {far - 3} tokens; set model.vocab_size above it",
+        task_of,
+        given,
+    )
     assert task_of([*given, f"model.vocab_size={far + 1}"]).train_rows > 0
 
 
@@ -317,26 +307,9 @@ def test_tags_without_prefixes_are_scored_by_the_word(words_folder, tmp_path, ca
         "".join(sentence_of(*map(" ".join, pair)) for pair in pairs)
     )
     shutil.copy(tmp_path / "pos.conll", tmp_path / "dev.conll")
-    words = [
-        "task=ner",
-        "task.scheme=none",
-        "data=records",
-        f"data.path={tmp_path}",
-        "data.train=pos.conll",
-    ]
-    words += [
-        "data.validation=dev.conll",
-        "seq_len=16",
-        f"data.cache_dir={tmp_path}/cache",
-        "optim.lr=1e-2",
-    ]
-    words += [
-        "max_steps=30",
-        "eval_every=30",
-        "micro_batch_size=8",
-        "best.metric=accuracy",
-        "samples=1",
-    ]
+    words = f"""task=ner task.scheme=none data=records data.path={tmp_path} data.train=pos.conll
+        data.validation=dev.conll seq_len=16 data.cache_dir={tmp_path}/cache optim.lr=1e-2
+        max_steps=30 eval_every=30 micro_batch_size=8 best.metric=accuracy samples=1""".split()
     train_with(tuning(tmp_path / "run", words_folder, *words, "checkpoint.best=true"))
     scores = json.loads((tmp_path / "run/evaluation.json").read_text())["splits"]["validation"]
     assert scores["accuracy"] > 0.8 and "f1" not in scores

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from finetuning import byte_tokenizer, squad, task_of, tuning
+from finetuning import batch_of, byte_tokenizer, squad, task_of, tuning
 from rejections import rejects
 from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
@@ -184,18 +184,11 @@ def test_windows_without_room_and_tokenizers_without_cls_in_front_are_rejected(t
     assert len(windows_of(just, ["ba be na " * 9], ["no na " * 60])["row"]) > 20
 
 
-def one_batch(task, items):
-    return {
-        name: tensor[0]
-        for name, tensor in task.eval_data().draw(np.array([items]))["inputs"].items()
-    }
-
-
 def test_the_loss_is_the_mean_of_start_and_end_summed_over_windows_as_each_has_alone(task):
     torch.manual_seed(0)
     model = task.build_model().eval()
-    drawn = task.train_data().draw(np.array([[0, 1, 2, PADDING]]))
-    inputs = {name: tensor[0] for name, tensor in drawn["inputs"].items()}
+    items = [0, 1, 2, PADDING]
+    inputs = batch_of(task.train_data(), items)
     losses = []
     with torch.no_grad():
         for row, tokens in enumerate(inputs["attention_mask"].sum(1)[:3].tolist()):
@@ -207,7 +200,7 @@ def test_the_loss_is_the_mean_of_start_and_end_summed_over_windows_as_each_has_a
             )
             losses.append(plain.loss.item())
         assert task.loss(model, inputs).item() == pytest.approx(sum(losses), rel=1e-5)
-    assert drawn["count"] == [3]
+    assert task.train_data().draw(np.array([items]))["count"] == [3]
 
 
 def knowing(task, *, deny=()):
@@ -293,7 +286,7 @@ def test_statistics_of_a_model_are_those_of_its_logits_and_of_one_width_for_all_
 ):
     torch.manual_seed(0)
     model = task.build_model().eval()
-    inputs = one_batch(task, [0, 1, PADDING])
+    inputs = batch_of(task.eval_data(), [0, 1, PADDING])
     several = make("data.lengths=[16,32]")
     assert several.k == 16 and several.buckets.lengths == (16, 32, 48)
     assert make().lengths[0] >= make().k == 20  # by default no length keeps fewer candidates
@@ -302,7 +295,8 @@ def test_statistics_of_a_model_are_those_of_its_logits_and_of_one_width_for_all_
         logits = model(inputs["input_ids"], inputs["attention_mask"], inputs["token_type_ids"])
         for bucket in (1, 2):
             row = int(np.flatnonzero(several.buckets.evaluation == bucket)[0])
-            inputs_of_length = one_batch(several, [row + (bucket << BUCKET_SHIFT)])
+            item = row + (bucket << BUCKET_SHIFT)
+            inputs_of_length = batch_of(several.eval_data(), [item])
             assert several.eval_statistics(model, inputs_of_length).shape == (1, 2 + 4 * 16)
-    torch.testing.assert_close(rows, task.statistics(logits, one_batch(task, [0, 1, PADDING])))
+    torch.testing.assert_close(rows, task.statistics(logits, inputs))
     assert rows.shape == (3, 82) and (rows[2, 2:22] == LOWEST).all() and rows[2, 0] == 0

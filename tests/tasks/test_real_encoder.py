@@ -4,6 +4,7 @@ import json
 import subprocess
 
 import pytest
+from finetuning import write_rows
 from running import ROOT, run
 from transformers import pipeline
 
@@ -42,9 +43,7 @@ def test_a_published_encoder_answers_after_training_as_a_pipeline_of_transformer
     done = run([*words, *data])
     assert done.returncode == 0, done.stderr
     texts = ["what a day", "never again, the worst of all", "it is a train"]
-    (tmp_path / "texts.jsonl").write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    )
+    write_rows(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
     answered = run([f"{tmp_path}/run", f"data.path={tmp_path}/texts.jsonl"], module="predict")
     assert answered.returncode == 0, answered.stderr
     ours = [json.loads(line)["probabilities"] for line in answered.stdout.splitlines()]

@@ -1,13 +1,12 @@
 """Regression: numbers in, numbers in the same units out."""
 
-import csv
 import json
 from decimal import Decimal
 
 import numpy as np
 import pytest
 import torch
-from finetuning import FP32, task_of, train_with, tuning
+from finetuning import FP32, batch_of, read_rows, task_of, train_with, tuning, write_rows
 from rejections import rejects
 from running import lines
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -34,9 +33,8 @@ GIVEN += ["max_steps=6", "optim.schedule=constant", "optim.lr=0.006", "watchdog.
 @pytest.fixture(scope="module")
 def rated(tmp_path_factory):
     path = tmp_path_factory.mktemp("rated") / "rated.csv"
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows([("text", "price", "size"), *ROWS])
-    return path
+    names = ("text", "price", "size")
+    return write_rows(path, [dict(zip(names, row, strict=True)) for row in ROWS])
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +59,7 @@ def trained(given, tmp_path_factory):
 def asked(run_dir, source, tmp_path, suffix="jsonl"):
     output = tmp_path / f"out.{suffix}"
     assert predict.main([str(run_dir), f"data.path={source}", "--output", str(output), *FP32]) == 0
-    return output.read_text()
+    return read_rows(output)
 
 
 def test_the_best_evaluation_is_that_with_the_lowest_error(trained):
@@ -82,15 +80,15 @@ def test_the_export_predicts_in_the_units_of_the_data(trained, rated, tmp_path):
         read = AutoTokenizer.from_pretrained(trained / "export")
         (wanted,) = model(**read([ROWS[5][0]], return_tensors="pt")).logits[0].tolist()
     assert wanted == pytest.approx(1150, abs=200)
-    answers = [json.loads(line) for line in asked(trained, rated, tmp_path).splitlines()]
+    answers = asked(trained, rated, tmp_path)
     assert answers[5]["prediction"] == pytest.approx(wanted, rel=1e-4)
     assert answers[5]["label"] == 1250
-    for line in map(json.loads, (trained / "predictions/validation.jsonl").open()):
+    for line in read_rows(trained / "predictions/validation.jsonl"):
         again = answers[int(line["id"])]["prediction"]
         assert line["prediction"] == pytest.approx(again, rel=1e-4)
-    first, *rows = csv.reader(asked(trained, rated, tmp_path, "csv").splitlines())
-    assert first == ["text", "price", "size", "id", "label", "prediction", "tokens_cut"]
-    assert float(rows[5][5]) == pytest.approx(wanted, rel=1e-4)
+    rows = asked(trained, rated, tmp_path, "csv")
+    assert list(rows[5]) == ["text", "price", "size", "id", "label", "prediction", "tokens_cut"]
+    assert float(rows[5]["prediction"]) == pytest.approx(wanted, rel=1e-4)
 
 
 def test_a_checkpoint_is_exported_without_the_data_and_learns_on_in_other_units(
@@ -117,20 +115,15 @@ def test_a_checkpoint_is_exported_without_the_data_and_learns_on_in_other_units(
     ]
     task = task_of(given)
     model, rows = task.build_model().eval(), task.eval_data()
-    inputs = {name: tensor[0] for name, tensor in rows.draw(np.arange(2)[None])["inputs"].items()}
+    inputs = batch_of(rows, [0, 1])
     with torch.no_grad():
         computed = task.numbers(task.eval_statistics(model, inputs).numpy())
-    answers = {
-        line["id"]: line for line in map(json.loads, asked(trained, rated, tmp_path).splitlines())
-    }
+    answers = {line["id"]: line for line in asked(trained, rated, tmp_path)}
     ids = task.tables.examples("validation")["id"][:2]
     assert computed == pytest.approx([answers[name]["prediction"] for name in ids], rel=1e-4)
     config.write_text(config.read_text().replace('"problem_type": "regression",', ""))
     wanted = [answer["prediction"] for answer in answers.values()]
-    assert [
-        json.loads(line)["prediction"]
-        for line in asked(config.parent, rated, tmp_path).splitlines()
-    ] == wanted
+    assert [line["prediction"] for line in asked(config.parent, rated, tmp_path)] == wanted
 
 
 @pytest.mark.filterwarnings("error")

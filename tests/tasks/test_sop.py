@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from finetuning import batch_of
 from rejections import rejects
-from running import lines, prepare_config, train_config, train_here
+from running import lines, prepare_here, train_config, train_here
 from transformers import AlbertForPreTraining, AutoModelForMaskedLM
 
 from train.config import ModelConfig
@@ -15,7 +16,6 @@ from train.data.batches.loader import Swapper
 from train.data.batches.masking import IGNORE_INDEX
 from train.models.encoder import build_masked_lm
 from train.tasks import build_task
-from train.tools import prepare
 
 S, B = 16, 400
 CLS, SEP = 2, 3
@@ -70,10 +70,7 @@ def test_the_loss_is_that_of_transformers_for_both_objectives(task):
     torch.manual_seed(0)
     model = task.build_model().eval()
     assert isinstance(model.network, AlbertForPreTraining)
-    inputs = {
-        name: value[0]
-        for name, value in task.train_data().draw(np.arange(8)[None])["inputs"].items()
-    }
+    inputs = batch_of(task.train_data(), range(8))
     whole = AlbertForPreTraining(model.network.config).eval()
     whole.load_state_dict(model.network.state_dict())
     labels = torch.full_like(inputs["input_ids"], IGNORE_INDEX)
@@ -134,6 +131,9 @@ def test_data_whose_documents_are_shorter_than_a_sequence_has_no_order_to_learn(
     words = corpus.read_text().split()
     text = tmp_path / "short.txt"
     text.write_text("\n".join("\n".join(words[at : at + 2]) + "\n" for at in range(0, 4000, 2)))
-    prepare.prepare(prepare_config(tmp_path / "data", text))
-    says = "task.sop=true, but in .*/data no validation sequence has two segments of the same"
-    rejects(says, build_task, train_config(tmp_path / "run", tmp_path / "data", SOP))
+    prepare_here(tmp_path / "data", text)
+    rejects(
+        "task.sop=true, but in .*/data no validation sequence has two segments of the same",
+        build_task,
+        train_config(tmp_path / "run", tmp_path / "data", SOP),
+    )

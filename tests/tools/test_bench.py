@@ -6,7 +6,10 @@ import json
 import pytest
 from running import TINY, run
 
+from train.config import Failure
 from train.run import compose as cli
+from train.run.stopping import StoppedEarly
+from train.tools.alone import temporary_run
 from train.tools.bench.speeds import Peak, TimedSteps, speeds, table
 
 SPREAD = {"median": float, "least": float, "most": float}
@@ -42,6 +45,11 @@ def test_speeds_are_of_whole_windows_and_shares_of_all_the_time_and_what_is_unkn
     assert result["compile_s_in_timed_steps"] == 3.0 and result["timed_s"] == 4.0
     unknown = [dataclasses.replace(each, flops=0.0) for each in WINDOWS]
     assert speeds(unknown, peak=Peak(1e9, ""))["mfu"] is None
+
+
+def test_a_stop_before_there_are_figures_is_one_line():
+    with pytest.raises(Failure, match="^stopped on SIGTERM: "), temporary_run("bench"):
+        raise StoppedEarly("SIGTERM")
 
 
 # ---- a measurement -------------------------------------------------------------------------------------------------

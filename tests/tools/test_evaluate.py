@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 from finetuning import asking, train_with, tuning
-from running import ROOT, lines, prepare_config, run, train_here
+from running import ROOT, lines, prepare_here, run, train_here
 from safetensors.torch import load_file, save_file
 from streaming import upload
 
 from train.data.records import tables
-from train.tools import evaluate, prepare
+from train.tools import evaluate
 
 NOT_METRICS = {"kind", "attempt", "time_unix_s", "step", "examples", "eval_s"}
 LABELS = ["long", "warm"]
@@ -226,7 +226,7 @@ def test_what_cannot_be_evaluated_is_rejected_in_one_line(
         if "classifier" not in name
     }
     save_file(weights, headless / "model.safetensors", {"format": "pt"})
-    prepare.prepare(prepare_config(tmp_path / "other", corpus, "tokenizer.vocab_size=110"))
+    prepare_here(tmp_path / "other", corpus, "tokenizer.vocab_size=110")
     cases = [
         (
             run_dir,

@@ -1,6 +1,5 @@
 """One command from a file of rows to a trained model: what it assumes, what it trains, what it rejects."""
 
-import csv
 import json
 import shlex
 import shutil
@@ -13,12 +12,15 @@ import pyarrow.parquet
 import pytest
 import running
 import yaml
+from finetuning import read_rows, write_rows
 from forks import Forked
 from rejections import rejects
 from toy import BERT
 
 from train import api
+from train.config import TrainConfig
 from train.models.encoder import build_masked_lm
+from train.run import compose as cli
 from train.storage import hub_access
 from train.tools import evaluate, finetune, predict
 
@@ -32,6 +34,11 @@ def model(tokenizer_folder, tmp_path_factory):
     build_masked_lm(BERT, vocab_size=120, pad_id=0, seq_len=64).export(folder)
     shutil.copytree(tokenizer_folder, folder, dirs_exist_ok=True)
     return folder
+
+
+def labelled(texts) -> pandas.DataFrame:
+    """60 texts with one of two labels."""
+    return pandas.DataFrame({"text": texts[:60], "label": ["x", "y"] * 30})
 
 
 def finetuned(data: Path, model: Path, run: Path, *words: str) -> int:
@@ -48,11 +55,8 @@ def shown(data: Path, model: Path, capsys, *words: str) -> dict[str, str]:
 
 
 def test_a_csv_becomes_a_trained_model_and_a_report(texts, model, tmp_path, capsys):
-    data = tmp_path / "tweets.csv"
-    with data.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["tweet", "sentiment"])
-        writer.writerows([text, ("bad", "good")[n % 2]] for n, text in enumerate(texts[:80]))
+    rows = [{"tweet": text, "sentiment": ("bad", "good")[n % 2]} for n, text in enumerate(texts)]
+    data = write_rows(tmp_path / "tweets.csv", rows[:80])
     words = [len(text.split()) for text in texts[:80]]
     mean = sum(words) / len(words)
     run = tmp_path / "run"
@@ -74,29 +78,24 @@ def test_a_csv_becomes_a_trained_model_and_a_report(texts, model, tmp_path, caps
     assert config["checkpoint"]["best"]
     answers = tmp_path / "answers.jsonl"
     assert predict.main([str(run), f"data.path={data}", "--output", str(answers)]) == 0
-    labels = {json.loads(line)["prediction"] for line in answers.read_text().splitlines()}
-    assert labels <= {"bad", "good"}
+    assert {line["prediction"] for line in read_rows(answers)} <= {"bad", "good"}
     assert evaluate.main([str(run)]) == 0
 
 
 def test_the_command_that_is_shown_is_the_run(texts, model, tmp_path, capsys):
-    data = tmp_path / "rows.jsonl"
     rows = [{"text": text, "labels": ["a", "b"][: n % 3]} for n, text in enumerate(texts[:60])]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = write_rows(tmp_path / "rows.jsonl", rows)
     settings = shown(data, model, capsys, "seed=3")
     assert settings["task"] == "multilabel"
     assert settings["seed"] == "3"
     assert not (tmp_path / "run").exists()
-    from train.config import TrainConfig
-    from train.run import compose as cli
-
     cfg = cli.load_config(TrainConfig, [f"{key}={text}" for key, text in settings.items()])
     assert cfg.max_epochs == finetune.EPOCHS
     assert cfg.global_batch_size == 8  # 60 rows would be 6 steps of 32
 
 
 def test_files_say_their_delimiter_and_folders_their_splits(texts, model, tmp_path, capsys):
-    frame = pandas.DataFrame({"text": texts[:60], "label": ["x", "y"] * 30})
+    frame = labelled(texts)
     frame.to_csv(tmp_path / "semicolons.csv", sep=";", index=False)
     settings = shown(tmp_path / "semicolons.csv", model, capsys)
     assert settings["data.delimiter"] == '";"'
@@ -114,30 +113,26 @@ def test_files_say_their_delimiter_and_folders_their_splits(texts, model, tmp_pa
 
 
 def test_a_column_that_cannot_be_read_is_not_needed(texts, model, tmp_path, capsys):
-    table = pyarrow.table(
-        {
-            "text": texts[:60],
-            "label": ["x", "y"] * 30,
-            "other": pyarrow.array([{}] * 60, pyarrow.map_(pyarrow.string(), pyarrow.int8())),
-        }
-    )
+    other = pyarrow.array([{}] * 60, pyarrow.map_(pyarrow.string(), pyarrow.int8()))
+    table = pyarrow.Table.from_pandas(labelled(texts)).append_column("other", other)
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
     assert shown(tmp_path / "rows.parquet", model, capsys)["data.columns.label"] == "label"
 
 
 def test_columns_of_bits_are_the_labels_of_a_run(texts, model, tmp_path, capsys):
-    frame = pandas.DataFrame({"text": texts[:60], "toxic": [0, 1] * 30, "rude": [0, 0, 1] * 20})
-    frame.to_csv(tmp_path / "rows.csv", index=False)
-    assert finetuned(tmp_path / "rows.csv", model, tmp_path / "run", *QUICK) == 0
+    rows = [
+        {"text": text, "toxic": n % 2, "rude": int(n % 3 == 2)}
+        for n, text in enumerate(texts[:60])
+    ]
+    assert finetuned(write_rows(tmp_path / "rows.csv", rows), model, tmp_path / "run", *QUICK) == 0
     assert "task: multilabel" in capsys.readouterr().err
     labels = json.loads((tmp_path / "run" / "data.json").read_text())["labels"]
     assert labels == ["toxic", "rude"]
 
 
 def test_tags_without_entities_are_judged_by_accuracy(texts, model, tmp_path):
-    data = tmp_path / "rows.jsonl"
     rows = [{"tokens": text.split()[:2], "tags": ["noun", "article"]} for text in texts[:60]]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = write_rows(tmp_path / "rows.jsonl", rows)
     run = tmp_path / "run"
     assert finetuned(data, model, run, *QUICK) == 0
     assert yaml.safe_load((run / "config.yaml").read_text())["best"]["metric"] == "accuracy"
@@ -150,7 +145,7 @@ def test_a_data_set_of_the_hub_is_read_from_the_cache_with_its_own_splits(
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", caches)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     hub_access.silence.cache_clear()
-    frame = pandas.DataFrame({"sentence": texts[:60], "label": ["x", "y"] * 30})
+    frame = labelled(texts)
     files = {}
     for split in ("train", "validation"):
         files[split] = str(tmp_path / f"{split}.csv")
@@ -172,7 +167,7 @@ def test_a_data_set_of_the_hub_is_read_from_the_cache_with_its_own_splits(
 
 def test_several_ranks_say_once_what_is_assumed_and_train_the_same(texts, model, tmp_path):
     data = tmp_path / "rows.csv"
-    pandas.DataFrame({"text": texts[:60], "label": ["x", "y"] * 30}).to_csv(data, index=False)
+    labelled(texts).to_csv(data, index=False)
     losses = []
     for ranks in (1, 2):
         run = tmp_path / f"run{ranks}"
@@ -197,7 +192,7 @@ def test_the_same_rows_in_python_are_one_file(tmp_path, monkeypatch):
     rows = [{"text": "so good", "label": "x"}, {"text": "so bad", "label": "y"}]
     frame, table = pandas.DataFrame(rows), datasets.Dataset.from_list(rows)
     (path,) = {api.kept(each) for each in (rows, frame, table)}
-    assert [json.loads(line) for line in path.read_text().splitlines()] == rows
+    assert read_rows(path) == rows
     assert api.kept(rows[:1]) != path
 
 
@@ -241,11 +236,11 @@ def test_help_has_the_defaults_of_the_command(capsys):
 )
 def test_what_is_wrong_is_one_line(words, says, texts, model, tmp_path, capsys):
     data = tmp_path / "rows.csv"
-    pandas.DataFrame({"text": texts[:60], "label": ["x", "y"] * 30}).to_csv(data, index=False)
+    labelled(texts).to_csv(data, index=False)
     assert finetuned(data, model, tmp_path / "run", *QUICK, *words) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1
-    assert says in lines[0]
+    errors = capsys.readouterr().err
+    assert errors.count("error: ") == 1
+    assert says in errors.splitlines()[-1]
     assert not (tmp_path / "run").exists()
 
 
@@ -278,7 +273,7 @@ def test_rows_inside_one_object_are_named(model, tmp_path, capsys):
 def test_rows_in_python_become_a_run_a_report_and_predictions(texts, model, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(api.processes, "start", Forked)
-    frame = pandas.DataFrame({"text": texts[:60], "label": ["x", "y"] * 30})
+    frame = labelled(texts)
     settings = {word.partition("=")[0]: word.partition("=")[2] for word in QUICK}
     run = api.finetune(
         frame, model=str(model), run_dir=str(tmp_path / "run"), **settings, **{"optim.lr": 1e-3}

@@ -4,13 +4,21 @@ import csv
 import datetime
 import json
 import shutil
-from pathlib import Path
 
 import pyarrow.parquet
 import pytest
 import torch
 import yaml
-from finetuning import FP32, asking, train_with, tuned, tuning, two_lengths
+from finetuning import (
+    FP32,
+    asking,
+    read_rows,
+    train_with,
+    tuned,
+    tuning,
+    two_lengths,
+    write_rows,
+)
 from running import train_config
 from toy import BERT
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
@@ -25,6 +33,7 @@ from train.tasks import predictor
 from train.tools import predict
 
 LABELS = ["bad", "fair", "good"]
+SHARES = [f"probability_{label}" for label in LABELS]
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +90,11 @@ def folder(tokenizer_folder, tmp_path_factory):
     return path
 
 
-def lines_of(path):
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
-
-
-def same_answers(result, run):
-    wanted = json.loads((run / "predictions/validation.json").read_text())
-    return {line["id"]: line["answer"] for line in result} == wanted
+def written(model, data, output, *arguments):
+    """The rows of a file of predictions."""
+    words = [model, f"data.path={data}", *arguments, *FP32, "--output", output]
+    assert predict.main(list(map(str, words))) == 0
+    return read_rows(output)
 
 
 def answers(capsys, *arguments):
@@ -110,10 +117,8 @@ def test_rows_that_were_cut_are_marked_and_what_they_lose_is_said(
     labelled, answering, capsys, tmp_path
 ):
     text = "ba be " * 100
-    rows = tmp_path / "new.jsonl"
-    rows.write_text(
-        "".join(json.dumps({"name": each[:2], "body": each}) + "\n" for each in ("na", text))
-    )
+    given = [{"name": each[:2], "body": each} for each in ("na", text)]
+    rows = write_rows(tmp_path / "new.jsonl", given)
     (whole, cut), said = answers(capsys, labelled[0], f"data.path={rows}")
     assert "tokens_cut" not in whole and cut["tokens_cut"] > 100
     assert "1 of 2 rows are cut at 64 tokens" in said
@@ -130,26 +135,19 @@ def samples_of(run):
 def test_labels_and_samples_are_those_of_the_runs_evaluation(labelled, tmp_path, capsys):
     """As JSON lines, as CSV, and of one text on standard output."""
     run, dev = labelled
-    given = [str(run), f"data.path={dev}", "eval_batch_size=7", *FP32, "--output"]
-    assert predict.main([*given, str(tmp_path / "out.jsonl")]) == 0
-    result, wanted = (
-        lines_of(tmp_path / "out.jsonl"),
-        lines_of(run / "predictions/validation.jsonl"),
+    result, rows = (
+        written(run, dev, tmp_path / name, "eval_batch_size=7")
+        for name in ("out.jsonl", "out.csv")
     )
+    wanted = read_rows(run / "predictions/validation.jsonl")
     for one, other in zip(result, wanted, strict=True):
         assert [one[key] for key in ("id", "prediction", "label")] == [
             other[k] for k in ("id", "prediction", "label")
         ]
         assert one["probabilities"] == pytest.approx(other["probabilities"], abs=1e-5)
-    assert predict.main([*given, str(tmp_path / "out.csv")]) == 0
-    with (tmp_path / "out.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    shares = [f"probability_{label}" for label in LABELS]
-    assert (
-        list(rows[0])
-        == ["name", "body", "stars", "id", "label", "prediction", *shares, "tokens_cut"]
-        and not rows[0]["tokens_cut"]
-    )
+    of_input = ["name", "body", "stars"]
+    assert list(rows[0]) == [*of_input, "id", "label", "prediction", *SHARES, "tokens_cut"]
+    assert not rows[0]["tokens_cut"]
     assert [(row["id"], row["prediction"]) for row in rows] == [
         (line["id"], line["prediction"]) for line in wanted
     ]
@@ -185,17 +183,12 @@ def test_a_file_of_predictions_has_the_columns_of_the_input(folder, texts, tmp_p
     """In their order, also those that the first row lacks, with objects, lists and other columns as JSON."""
     rows = [{"day": "5 May", "text": text, "tags": ["x"]} for text in texts[:3]]
     rows[1] |= {"place": {"town": "Bonn"}}
-    (tmp_path / "new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for name in ("out.csv", "out.jsonl"):
-        data = [f"data.path={tmp_path}/new.jsonl", "--output", str(tmp_path / name)]
-        assert predict.main([str(folder), *data, *FP32]) == 0
-    shares = [f"probability_{label}" for label in LABELS]
-    with (tmp_path / "out.csv").open(newline="") as file:
-        cells = list(csv.DictReader(file))
-    assert list(cells[0]) == [*rows[1], "id", "prediction", *shares, "tokens_cut"]
+    data = write_rows(tmp_path / "new.jsonl", rows)
+    cells, lines = (written(folder, data, tmp_path / name) for name in ("out.csv", "out.jsonl"))
+    assert list(cells[0]) == [*rows[1], "id", "prediction", *SHARES, "tokens_cut"]
     assert [cell["day"] for cell in cells] == ["5 May"] * 3
     assert (cells[1]["tags"], cells[1]["place"]) == ('["x"]', '{"town": "Bonn"}')
-    for line, row, cell in zip(lines_of(tmp_path / "out.jsonl"), rows, cells, strict=True):
+    for line, row, cell in zip(lines, rows, cells, strict=True):
         assert list(line) == [*row, "id", "prediction", "probabilities"]
         assert {name: line[name] for name in row} == row
         assert line["prediction"] == cell["prediction"]
@@ -216,12 +209,11 @@ def test_a_column_that_predictions_would_replace_is_named(folder, name, tmp_path
 def test_a_column_that_only_later_rows_have_is_named(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(predict, "ROWS_AT_ONCE", 2)
     rows = [{"text": "ba"}, {"text": "be"}, {"text": "na", "late": 1}]
-    (tmp_path / "new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = [str(folder), f"data.path={tmp_path}/new.jsonl", "--output"]
-    assert predict.main([*data, str(tmp_path / "out.csv"), *FP32]) == 0
+    data = write_rows(tmp_path / "new.jsonl", rows)
+    written(folder, data, tmp_path / "out.csv")
     assert "out.csv lacks late, which only rows after the first 2 have" in capsys.readouterr().err
-    assert predict.main([*data, str(tmp_path / "out.jsonl"), *FP32]) == 0
-    assert [line.get("late") for line in lines_of(tmp_path / "out.jsonl")] == [None, None, 1]
+    lines = written(folder, data, tmp_path / "out.jsonl")
+    assert [line.get("late") for line in lines] == [None, None, 1]
     assert "late" not in capsys.readouterr().err
 
 
@@ -234,9 +226,7 @@ def test_columns_of_parquet_are_kept_but_for_those_that_cannot_be_read(folder, t
         }
     )
     pyarrow.parquet.write_table(table, tmp_path / "new.parquet")
-    data = [str(folder), f"data.path={tmp_path}/new.parquet", "--output"]
-    assert predict.main([*data, str(tmp_path / "out.jsonl"), *FP32]) == 0
-    (line,) = lines_of(tmp_path / "out.jsonl")
+    (line,) = written(folder, tmp_path / "new.parquet", tmp_path / "out.jsonl")
     assert list(line) == ["day", "text", "id", "prediction", "probabilities"]
     assert line["day"] == "2024-01-05"
     assert (
@@ -247,12 +237,7 @@ def test_columns_of_parquet_are_kept_but_for_those_that_cannot_be_read(folder, t
 
 def test_questions_and_their_contexts_are_beside_the_answers(answering, tmp_path, capsys):
     run, dev = answering
-    for name in ("out.csv", "out.jsonl"):
-        data = [str(run), f"data.path={dev}", "--output", str(tmp_path / name)]
-        assert predict.main([*data, *FP32]) == 0
-    with (tmp_path / "out.csv").open(newline="") as file:
-        cells = list(csv.DictReader(file))
-    lines = lines_of(tmp_path / "out.jsonl")
+    cells, lines = (written(run, dev, tmp_path / name) for name in ("out.csv", "out.jsonl"))
     assert {"question", "context", "answer", "score"} <= cells[0].keys()
     assert [cell["id"] for cell in cells] == [f"q{number}" for number in range(14)]
     for cell, line in zip(cells, lines, strict=True):
@@ -279,7 +264,7 @@ def test_an_architecture_that_reads_padding_answers_the_same_in_an_evaluation_an
     note = "nystromformer reads padding, so every row is padded to seq_len=32 (data.lengths is not used)"
     assert note in (tmp_path / "run/log/rank_0000.txt").read_text()
     assert note in (tmp_path / "run/export/README.md").read_text().replace("\\", "")
-    wanted = lines_of(tmp_path / "run/predictions/validation.jsonl")
+    wanted = read_rows(tmp_path / "run/predictions/validation.jsonl")
     capsys.readouterr()
     for text, line in (("na na", wanted[0]), ("na " * 20, wanted[2])):
         (alone,), _ = answers(capsys, tmp_path / "run", "--text", text)
@@ -291,18 +276,15 @@ def test_answers_are_those_of_the_runs_evaluation(answering, tmp_path, capsys, m
     monkeypatch.setattr(predict, "ROWS_AT_ONCE", 5)
     monkeypatch.setattr(predictor, "TOKENISED_TOGETHER", 2)
     out = tmp_path / "out.jsonl"
-    as_evaluated = ["task.null_threshold=0", "eval_batch_size=3", *FP32]
-    assert predict.main([str(run), f"data.path={dev}", "--output", str(out), *as_evaluated]) == 0
-    result = lines_of(out)
-    assert same_answers(result, run)
+    result = written(run, dev, out, "task.null_threshold=0", "eval_batch_size=3")
+    wanted = json.loads((run / "predictions/validation.json").read_text())
+    assert {line["id"]: line["answer"] for line in result} == wanted
     assert [line["id"] for line in result] == [f"q{number}" for number in range(14)]
     for line in result:
         scores = {one["text"]: one["score"] for one in reversed(line["n_best"])}
         assert line["score"] == pytest.approx(scores[line["answer"]], abs=1e-6)
     # By itself it takes the threshold that was best on the validation data.
-    best_out = tmp_path / "best.jsonl"
-    assert predict.main([str(run), f"data.path={dev}", "--output", str(best_out), *FP32]) == 0
-    best = [line["answer"] for line in lines_of(tmp_path / "best.jsonl")]
+    best = [line["answer"] for line in written(run, dev, out)]
     assert [answer.guesses[0].text for _, answer in samples_of(run)] == best
 
 
@@ -331,9 +313,9 @@ def test_a_model_of_transformers_reads_by_its_own_settings_and_flags(
     rows = [
         {"key": 9 - i, "body": f"{texts[i]} é", "label": label} for i, label in enumerate(labels)
     ]
-    (tmp_path / "new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = write_rows(tmp_path / "new.jsonl", rows)
     columns = ["data.columns.text=body", "data.columns.id=key"]
-    lines, _ = answers(capsys, folder, f"data.path={tmp_path}/new.jsonl", *columns)
+    lines, _ = answers(capsys, folder, f"data.path={data}", *columns)
     assert [line["id"] for line in lines] == ["9", "8", "7", "6"]
     assert [line["label"] for line in lines] == ["bad", "fair", None, None]
     model = AutoModelForSequenceClassification.from_pretrained(folder)

@@ -138,16 +138,17 @@ class PipelineConfig(ParallelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_interleaved = self.schedule == "interleaved"
-        # With fewer micro batches than stages, and with some numbers that are not multiples of the stages,
-        # PyTorch's interleaved schedule starts passes before their input has arrived, without an error.
+        fits = self.micro_batches >= self.stages
+        needs = "at least stages"
+        if self.schedule == "interleaved":
+            # With fewer micro batches than stages, and with some numbers that are not multiples of the stages,
+            # PyTorch's interleaved schedule starts passes before their input has arrived, without an error.
+            fits = self.micro_batches % self.stages == 0
+            needs = "a multiple of stages"
         check(
-            self.micro_batches % self.stages == 0
-            if is_interleaved
-            else self.micro_batches >= self.stages,
+            fits,
             f"parallel.micro_batches={self.micro_batches} does not fit parallel.stages={self.stages} and "
-            f"parallel.schedule={self.schedule}; micro_batches must be "
-            + ("a multiple of stages" if is_interleaved else "at least stages"),
+            f"parallel.schedule={self.schedule}; micro_batches must be {needs}",
         )
 
     @property
@@ -162,9 +163,9 @@ class PipelineConfig(ParallelConfig):
     def bubble(self) -> float:
         # Ranks wait while a pipeline fills and empties. With p stages of v parts, m micro batches and equally long
         # passes, the share is (p - 1) / (v m + p - 1): Narayanan et al., https://arxiv.org/abs/2104.04473, section 2.2.
-        return (self.stages - 1) / (
-            self.num_parts // self.stages * self.micro_batches + self.stages - 1
-        )
+        waits = self.stages - 1
+        passes = self.num_parts // self.stages * self.micro_batches
+        return waits / (passes + waits)
 
     def replicas(self, world_size: int) -> int:
         check(

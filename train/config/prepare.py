@@ -37,15 +37,14 @@ class CorpusConfig(Section, prefix="corpus."):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.weights is not None:
-            says = (
-                f"must be a list of whole numbers above 0, at most {MOST_READINGS}, such as [1,3]"
+            are_counts = isinstance(self.weights, list) and all(
+                type(each) is int and 0 < each <= MOST_READINGS for each in self.weights
             )
-            ok = isinstance(self.weights, list) and all(map(is_weight, self.weights))
-            check(ok, f"corpus.weights={self.weights} {says}")
-
-
-def is_weight(value: Any) -> bool:
-    return type(value) is int and 0 < value <= MOST_READINGS
+            check(
+                are_counts,
+                f"corpus.weights={self.weights} must be a list of whole numbers above 0, at most {MOST_READINGS}, "
+                "such as [1,3]",
+            )
 
 
 @dataclass(kw_only=True)
@@ -76,10 +75,7 @@ class FilesCorpusConfig(CorpusConfig):
 
 def check_paths(key: str, given: Any) -> None:
     """Raise InputError unless a setting is a path or a list of paths."""
-    if isinstance(given, list):
-        paths = given
-    else:
-        paths = [given]
+    paths = given if isinstance(given, list) else [given]
     ok = bool(paths) and all(isinstance(path, str | int | float) for path in paths)
     check(ok, f"{key}={given} must be a file, a folder or a glob, or a list of these")
 

@@ -5,11 +5,9 @@ Shapes: B sequences, S tokens, C labels.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
 from math import isfinite
 
 import torch
@@ -21,8 +19,7 @@ from train.config import ModelConfig, check, shortlist
 from train.config.checks import SHOWN_NAMES
 from train.models.encoder import fitting_config, make_network
 from train.models.network import Network, with_unread_masks
-
-logger = logging.getLogger("train")
+from train.storage.atomic_io import warn_once
 
 # The possible names of a head's dropout in transformers' configurations.
 DROPOUTS = (
@@ -134,10 +131,10 @@ def build_with_head(
         config.num_labels = 2
     if head == "SequenceClassification":
         config.problem_type = problem_type
-    auto = getattr(transformers, f"AutoModelFor{head}")
-    model = PaddedEncoder(
-        *make_network(auto, cfg, config, what=f"AutoModelFor{head}", new_head=cfg.new_head)
-    )
+    name = f"AutoModelFor{head}"
+    auto = getattr(transformers, name)
+    made = make_network(auto, cfg, config, what=name, new_head=cfg.new_head)
+    model = PaddedEncoder(*made)
     model.head_share = HEADS[head].share
     return model
 
@@ -203,7 +200,8 @@ def check_labels(cfg: ModelConfig, config: PreTrainedConfig, labels: Sequence[st
     has_head = any("Classification" in name for name in config.architectures or ())
     if cfg.pretrained is None or cfg.new_head or not has_head:
         return
-    theirs, ours = [config.id2label[number] for number in range(config.num_labels)], list(labels)
+    theirs = [config.id2label[number] for number in range(config.num_labels)]
+    ours = list(labels)
     has_names = theirs != default_names(len(theirs))
     remedy = "model.new_head=true starts with a new head"
     if sorted(theirs) == sorted(ours):
@@ -215,15 +213,10 @@ def check_labels(cfg: ModelConfig, config: PreTrainedConfig, labels: Sequence[st
         len(theirs) == len(ours) and not (has_names and theirs != ours),
         f"{cfg.pretrained} has a head for the labels {shortlist(theirs)}, but the data has {shortlist(ours)}; {remedy}",
     )
-    if not has_names and ours != theirs and ours != [str(number) for number in range(len(ours))]:
-        report_taken(cfg.pretrained, tuple(zip(theirs, ours, strict=True)))
-
-
-@cache  # A run checks the labels more than once.
-def report_taken(source: str, pairs: tuple[tuple[str, str], ...]) -> None:
-    logger.warning(
-        "%s has a head without label names: %s; if that is wrong, set data.labels in the head's order, or "
-        "model.new_head=true",
-        source,
-        shortlist(f"{theirs} is taken as {ours}" for theirs, ours in pairs),
-    )
+    are_numbers = ours == [str(number) for number in range(len(ours))]
+    if not has_names and ours != theirs and not are_numbers:
+        pairs = zip(theirs, ours, strict=True)
+        taken = shortlist(f"{their} is taken as {our}" for their, our in pairs)
+        says = f"{cfg.pretrained} has a head without label names: {taken}; if that is wrong, set data.labels in the"
+        # A run checks the labels more than once.
+        warn_once(says, f"{says} head's order, or model.new_head=true")

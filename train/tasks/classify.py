@@ -62,10 +62,8 @@ class ClassifyFeaturizer(Featurizer):
         texts = rows["text"], rows.get("text_pair")
         encoded = self.encode_fast(*texts)
         self.count_cut(split, encoded, *texts)
-        return {
-            **self.columns(split, encoded, indices),
-            "label": rows.get("label", [0] * len(indices)),
-        }
+        labels = rows.get("label", [0] * len(indices))
+        return {**self.columns(split, encoded, indices), "label": labels}
 
 
 class Classification(TextTask):
@@ -88,9 +86,10 @@ class Classification(TextTask):
 
     def begin(self, train_table: TokenRows) -> None:
         counts = np.bincount(train_table.values["labels"], minlength=len(self.labels))
-        train_table.weights = class_weights(self.cfg, self.labels, counts)
-        if train_table.weights is not None:
-            self.weights = torch.from_numpy(train_table.weights)
+        weights = class_weights(self.cfg, self.labels, counts)
+        train_table.weights = weights
+        if weights is not None:
+            self.weights = torch.from_numpy(weights)
         if len(self.labels) == 2:
             self.metrics += tuple(f"{split.prefix}f1" for split in self.splits)
 
@@ -110,8 +109,12 @@ class Classification(TextTask):
     def statistics(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
         # [B, 1 + C]: the loss without weights and smoothing, and logits [B, C].
         logits = logits.float()
+        labels = inputs["labels"]
         losses = F.cross_entropy(
-            logits, inputs["labels"], ignore_index=IGNORE_INDEX, reduction="none"
+            logits,
+            labels,
+            ignore_index=IGNORE_INDEX,
+            reduction="none",
         )
         return torch.cat([losses[:, None], logits], 1)
 
@@ -142,32 +145,49 @@ class Classification(TextTask):
     def predictions(
         self, rows: Iterable[Entry], features: Dataset, statistics: np.ndarray
     ) -> Iterator[Entry]:
-        logits = statistics[:, 1:]
-        shares = torch.from_numpy(logits).double().softmax(-1).tolist()
-        for row, best, share in zip(rows, logits.argmax(1), shares, strict=True):
+        shares = self.probabilities(statistics[:, 1:])
+        for row, share in zip(rows, shares, strict=True):
             line: Entry = {key: row[key] for key in ("id", "label") if key in row}
-            line["prediction"] = self.labels[best]
-            line["probabilities"] = dict(zip(self.labels, share, strict=True))
+            line["prediction"] = self.answer(share)
+            line["probabilities"] = dict(zip(self.labels, share.tolist(), strict=True))
             yield line
+
+    def probabilities(self, logits: np.ndarray) -> np.ndarray:
+        """Return the probabilities of the labels, [rows, C] float64, from logits [rows, C]."""
+        return torch.from_numpy(logits).double().softmax(-1).numpy()
+
+    def answer(self, shares: np.ndarray) -> Any:
+        """Return what is predicted for a text whose labels have the probabilities `shares` [C]."""
+        return self.labels[shares.argmax()]
 
 
 def class_weights(
     cfg: ClassifyConfig, labels: Sequence[str], counts: np.ndarray
 ) -> np.ndarray | None:
     """Return the loss weights of labels, [C] float32; None if all are equal. `counts` [C]: training rows per label."""
-    given = cfg.class_weights
+    # as scikit-learn's "balanced"
+    balanced = counts.sum() / (len(labels) * np.maximum(counts, 1))
+    return given_weights("task.class_weights", cfg.class_weights, labels, balanced, counts == 0)
+
+
+def given_weights(
+    key: str, given: Any, labels: Sequence[str], balanced: np.ndarray, is_absent: np.ndarray
+) -> np.ndarray | None:
+    """Return the loss weights of labels, [C] float32: those of a setting, or the `balanced` ones [C]; None: no weights.
+
+    Raises InputError if balanced weights are asked for and a label `is_absent` [C]: all or no rows have it.
+    """
     if given is None:
         return None
     if given != "balanced":
-        check_each("task.class_weights", given, labels)
+        check_each(key, given, labels)
         return np.array(given, np.float32)
-    absent = [name for name, count in zip(labels, counts, strict=True) if not count]
+    absent = shortlist(name for name, is_it in zip(labels, is_absent, strict=True) if is_it)
     check(
         not absent,
-        f"task.class_weights=balanced: no training row has the label {shortlist(absent)}; give numbers",
+        f"{key}=balanced: all or no training rows have the label {absent}; give numbers",
     )
-    weights = counts.sum() / (len(labels) * counts)  # as scikit-learn's "balanced"
-    return weights.astype(np.float32)
+    return balanced.astype(np.float32)
 
 
 def check_each(key: str, values: Sequence[float], labels: Sequence[str]) -> None:
@@ -181,8 +201,14 @@ def tables(labels: np.ndarray, predicted: np.ndarray, names: Sequence[str]) -> d
     from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
     numbers = list(range(len(names)))
-    scores = precision_recall_fscore_support(labels, predicted, labels=numbers, zero_division=0)
-    found = {"labels": list(names), "per_class": table_of(names, scores)}
+    scores = precision_recall_fscore_support(
+        labels,
+        predicted,
+        labels=numbers,
+        zero_division=0,
+    )
+    per_class = table_of(names, scores)
+    found: dict[str, Any] = {"labels": list(names), "per_class": per_class}
     if len(names) <= MOST_CONFUSED:
         found["confusion"] = confusion_matrix(labels, predicted, labels=numbers).tolist()
     return found
@@ -200,12 +226,16 @@ def scores(truth: ArrayLike, predicted: ArrayLike, *, num_labels: int) -> dict[s
 
     values = {"accuracy": accuracy_score(truth, predicted)}
     for average in ("macro", "weighted"):
-        values[f"f1_{average}"] = f1_score(truth, predicted, average=average, zero_division=0)
+        values[f"f1_{average}"] = f1_score(
+            truth,
+            predicted,
+            average=average,
+            zero_division=0,
+        )
+    values["matthews_correlation"] = 0.0
     is_mixed = len(np.unique([truth, predicted])) > 1  # otherwise scikit-learn warns
     if is_mixed:
         values["matthews_correlation"] = matthews_corrcoef(truth, predicted)
-    else:
-        values["matthews_correlation"] = 0.0
     if num_labels == 2:
         values["f1"] = f1_score(truth, predicted, zero_division=0)
     return {name: float(value) for name, value in values.items()}

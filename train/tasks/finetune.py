@@ -9,7 +9,6 @@ import json
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -60,6 +59,11 @@ def json_lines(rows: Iterable[dict[str, Any]]) -> bytes:
     """Return rows as lines of JSON, in which dates are texts. Unprintable characters are escaped, for terminals."""
     lines = [visible_json(json.dumps(row, ensure_ascii=False, default=str)) for row in rows]
     return "".join(f"{line}\n" for line in lines).encode()
+
+
+def known(row: Entry, *names: str) -> Entry:
+    """Return those of the named values that a row has."""
+    return {name: row[name] for name in names if row.get(name) is not None}
 
 
 def mean_loss(statistics: np.ndarray) -> float:
@@ -130,7 +134,14 @@ class TextTask(Task):
 
     def token_rows(self, features: Dataset, columns: Mapping[str, str]) -> TokenRows:
         """Return features as rows for batches. `columns` maps further batch inputs to feature columns."""
-        rows = TokenRows(features, columns=columns, **self.sizes.of_rows)
+        pad_id = self.sizes.tokenizer.pad_token_id
+        lengths = self.sizes.lengths
+        rows = TokenRows(
+            features,
+            pad_id=pad_id,
+            lengths=lengths,
+            columns=columns,
+        )
         rows.check_ids(self.sizes.config.vocab_size)
         return rows
 
@@ -197,7 +208,8 @@ class TextTask(Task):
     def open(self, cfg: TrainConfig) -> None:
         """Open the data of a run. Raises InputError if it cannot be used."""
         assert isinstance(cfg.data, RecordsConfig)
-        self.run_cfg, self.data = cfg, cfg.data
+        self.run_cfg = cfg
+        self.data = cfg.data
         self.tables = open_tables(cfg, self.featurizer)
         self.labels = self.tables.facts["labels"]
         self.lengths = resolved_lengths(cfg, self.tables, self.sizes, shortest=self.shortest)
@@ -208,7 +220,9 @@ class TextTask(Task):
             check_labels(self.sizes.model, self.sizes.config, self.outputs)
         self.splits = list(self._splits(cfg))
         self.eval_rows = sum(len(split.features) for split in self.splits)
-        learnt = "validation" if isinstance(cfg.data, EvaluatedConfig) else "train"
+        learnt = "train"
+        if isinstance(cfg.data, EvaluatedConfig):
+            learnt = "validation"
         self.train_table = self.token_rows(self.tables.features(learnt), self.columns)
         every = concatenate_datasets([split.features for split in self.splits])
         self.eval_table = self.token_rows(every, {**self.columns, **self.eval_columns})
@@ -216,13 +230,16 @@ class TextTask(Task):
             self.buckets = Buckets(
                 self.lengths, self.train_table.bucket_of, self.eval_table.bucket_of
             )
-        self.metrics = tuple(
-            f"{split.prefix}{name}" for split in self.splits for name in self.metric_names
-        )
-        self.train_rows, self.data_id = len(self.train_table), self.tables.id
+        metrics: list[str] = []
+        for split in self.splits:
+            metrics += [f"{split.prefix}{name}" for name in self.metric_names]
+        self.metrics = tuple(metrics)
+        self.train_rows = len(self.train_table)
+        self.data_id = self.tables.id
         self.shard_rows = [self.train_rows]
         self.details = self._details({learnt: self.train_table.row_lengths})
-        self.facts = {"padding_share": self.details["splits"][learnt]["padding_share"]}
+        described = self.details["splits"][learnt]
+        self.facts = {"padding_share": described["padding_share"]}
         if learnt == "train":
             self.begin(self.train_table)
 
@@ -230,12 +247,9 @@ class TextTask(Task):
         """Yield remarks on how well the tokenizer reads the texts. Raises InputError if it cannot read them."""
         name = self.sizes.tokenizer.name_or_path
         for split, entry in self.tables.facts["splits"].items():
-            notes = entry["notes"]
-            yield unknown_share(
-                notes.get("unknown_tokens", 0),
-                notes.get("text_tokens", 0),
-                f"{split}: tokenizer {name} reads the texts",
-            )
+            unknown = entry["notes"].get("unknown_tokens", 0)
+            tokens = entry["notes"].get("text_tokens", 0)
+            yield unknown_share(unknown, tokens, f"{split}: tokenizer {name} reads the texts")
         note = self.sizes.note()
         if note:
             yield note
@@ -248,24 +262,20 @@ class TextTask(Task):
             features = self.tables.features(name)
             if cfg.eval_examples is not None and cfg.eval_examples < len(features):
                 features = features.select(drawn(features, cfg.eval_examples, cfg.seed, number))
-            if name == "validation":
-                prefix = ""
-            else:
-                prefix = f"{name}_"
+            prefix = f"{name}_" if number else ""  # "validation" has none
             yield Split(name, prefix, features, first)
             first += len(features)
 
     def _details(self, learnt: dict[str, np.ndarray]) -> dict[str, Any]:
         """Return facts about the data and its padding; `learnt` has the token counts of the training rows, by split."""
         evaluated = {split.name: split.of(self.eval_table.row_lengths) for split in self.splits}
-        splits = {
-            name: {
+        splits = {}
+        for name, lengths in {**learnt, **evaluated}.items():
+            splits[name] = {
                 **self.tables.facts["splits"][name],
                 "used_rows": len(lengths),
                 "padding_share": padding_share(lengths, self.lengths),
             }
-            for name, lengths in {**learnt, **evaluated}.items()
-        }
         return {
             "kind": self.tables.facts["kind"],
             "labels": list(self.outputs),
@@ -276,9 +286,8 @@ class TextTask(Task):
 
     def summary(self) -> str:
         lengths = ", ".join(map(str, self.lengths))
-        padding = (
-            f"in training at least {self.facts['padding_share']:.1%} of the tokens are padding"
-        )
+        share = self.facts["padding_share"]
+        padding = f"in training at least {share:.1%} of the tokens are padding"
         line = f"batches of {lengths} tokens (data.lengths={self.data.lengths}); {padding}"
         if self.labels:
             line = f"{len(self.labels)} classes: {shortlist(self.labels)}; {line}"
@@ -326,20 +335,22 @@ class TextTask(Task):
         return self.evaluate(self.tables.examples(split.name), split.features, split.of(rows))
 
     def eval_metrics(self, rows: np.ndarray) -> dict[str, float]:
-        metrics = {}
+        metrics: dict[str, float] = {}
         for split in self.splits:
-            for name, value in self.metrics_of(split, rows).items():
-                metrics[split.prefix + name] = value
+            found = self.metrics_of(split, rows)
+            metrics |= {split.prefix + name: value for name, value in found.items()}
         return metrics
 
     def write_evaluation(self, rows: np.ndarray, folder: Folder, *, step: int) -> None:
         splits = {}
         for split in self.splits:
             examples = self.tables.examples(split.name)
-            files, more = self.results(split.name, examples, split.features, split.of(rows))
+            statistics = split.of(rows)
+            files, more = self.results(split.name, examples, split.features, statistics)
             for name, content in files.items():
                 folder.write(f"predictions/{name}", content)
-            splits[split.name] = {**self.metrics_of(split, rows), **more}
+            metrics = self.metrics_of(split, rows)
+            splits[split.name] = {**metrics, **more}
         folder.write("evaluation.json", canonical_json({"step": step, "splits": splits}))
 
     def results(
@@ -361,23 +372,15 @@ class TextTask(Task):
         return {**row, target: self.labels[value]}
 
     def files_beside(self, model: PaddedEncoder) -> dict[str, bytes]:
-        """Return the files of an export beside its weights and configuration, by name."""
+        seed, seq_len = self.run_cfg.seed, self.sizes.seq_len
         state = TaskState.of(
-            self.cfg, seq_len=self.sizes.seq_len, seed=self.run_cfg.seed, scale=model.scale
+            self.cfg,
+            seq_len=seq_len,
+            seed=seed,
+            scale=model.scale,
         )
-        return files_beside(
-            self.tables.folder / "tokenizer",
-            inputs=model.inputs,
-            state=state.choosing(self.chosen),
-        )
-
-    def describe_model(self, model: nn.Module, folder: Folder) -> None:
-        assert isinstance(model, PaddedEncoder)
-        model.describe(folder, self.files_beside(model))
-
-    def export(self, model: nn.Module, folder: Path) -> None:
-        assert isinstance(model, PaddedEncoder)
-        model.export(folder, self.files_beside(model))
+        tokenizer = self.tables.folder / "tokenizer"
+        return files_beside(tokenizer, inputs=model.inputs, state=state.choosing(self.chosen))
 
     # ---- samples ---------------------------------------------------------------------------------------------------
 
@@ -394,15 +397,14 @@ class TextTask(Task):
     def sample(self, row: Entry, prediction: Entry) -> Sample:
         """Return a sample for the report from a row, whose right answer must be known, and its prediction."""
         first, *others = spec_of(self.cfg).inputs
-        if isinstance(row[first], str):
-            text = row[first]
-        else:
-            text = " ".join(row[first])
+        text = row[first]
+        if not isinstance(text, str):
+            text = " ".join(text)
         context = " ".join(row.get(name) or "" for name in others)
         truth = self.in_words(row, prediction[self.featurizer.kind.target])
         given = self.in_words(row, prediction["prediction"])
         probability = prediction.get("probabilities", {}).get(given)
-        score = 1.0 if truth == given else 0.0
+        score = float(truth == given)
         if isinstance(prediction["prediction"], float):
             score = 0.5  # a number is neither right nor wrong
         answer = Answer(excerpt(truth), [Guess(excerpt(given), probability)], score)
@@ -421,5 +423,7 @@ def drawn(features: Dataset, most: int, seed: int, split: int) -> np.ndarray:
     examples, owner_of, counts = np.unique(owners, return_inverse=True, return_counts=True)
     numbers = hash_uniform(seed, EVAL_STREAM, split, np.arange(len(examples)))
     order = np.argsort(numbers, kind="stable")
-    num_drawn = int(np.searchsorted(counts[order].cumsum(), most, side="right"))
-    return np.flatnonzero(np.isin(owner_of, order[: max(1, num_drawn)]))
+    rows_until = counts[order].cumsum()
+    num_drawn = max(1, int(np.searchsorted(rows_until, most, side="right")))
+    is_drawn = np.isin(owner_of, order[:num_drawn])
+    return np.flatnonzero(is_drawn)

@@ -35,7 +35,6 @@ from train.data.text.tokenizer import check_same_vocabulary
 from train.models.encoder import MaskedLM, build_masked_lm, fitting_config, mask_filler
 from train.models.source import resolved
 from train.run_folder.samples import MOST_GUESSES, Answer, Guess, Sample, excerpt
-from train.storage.folders import Folder
 from train.tasks.spec import Task
 from train.tasks.state import TaskState, files_beside
 from train.tasks.topk import topk
@@ -54,14 +53,20 @@ class MaskedLMTask(Task):
         self.model = resolved(cfg.model, cfg.s3, cache_dir(cfg.data))
         self.data = PreparedData(cfg.data, cfg.s3)
         self.verify = self.data.verify
-        self.folder, self.manifest = self.data.folder, self.data.manifest
-        self.seq_len, self.data_id = self.manifest.seq_len, self.manifest.id
+        self.folder = self.data.folder
+        self.manifest = self.data.manifest
+        self.seq_len = self.manifest.seq_len
+        self.data_id = self.manifest.id
         self.manifest.check_length(cfg.seq_len, cfg.data.path)
         self.state = TaskState.of(cfg.task, seq_len=self.seq_len, seed=cfg.seed)
         self.head = cfg.task.head_size(self.seq_len)
         self.predictions = self.head.predictions
         info = self.manifest.tokenizer
-        self.fit = {"vocab_size": info.vocab_size, "pad_id": info.pad_id, "seq_len": self.seq_len}
+        self.fit = {
+            "vocab_size": info.vocab_size,
+            "pad_id": info.pad_id,
+            "seq_len": self.seq_len,
+        }
         self._check_tokenizer()
         fitting_config(self.model, **self.fit)
         self.masker, self.eval_masker = self._maskers(cfg.task, seed=cfg.seed)
@@ -72,16 +77,20 @@ class MaskedLMTask(Task):
         self.train_rows = self.manifest.rows("train")
         self.facts = {name: self.manifest.counts.get(name, math.nan) for name in FACTS}
         self._check_data(cfg.data.path)
-        counts = self.manifest.counts
-        where = f"data.path={cfg.data.path}: the tokenizer reads the text"
-        self.remarks = [
-            unknown_share(counts.get("unknown_tokens", 0), counts.get("tokens", 0), where)
-        ]
+        unknown = self.manifest.counts.get("unknown_tokens", 0)
+        tokens = self.manifest.counts.get("tokens", 0)
+        reads = f"data.path={cfg.data.path}: the tokenizer reads the text"
+        self.remarks = [unknown_share(unknown, tokens, reads)]
+        self._choose_evaluation(cfg)
+
+    def _choose_evaluation(self, cfg: TrainConfig) -> None:
+        """Set which rows are evaluated, by which metrics, and how many of them the report shows."""
         num_validation = self.manifest.rows("validation")
         self.eval_sample = eval_sample(num_validation, cfg.eval_examples, seed=cfg.seed)
-        self.eval_rows, self.num_shown = len(self.eval_sample), cfg.samples
+        self.eval_rows = len(self.eval_sample)
+        self.num_shown = cfg.samples
         self.metrics = ("loss", "perplexity", "masked_accuracy")
-        if cfg.task.sop:
+        if self.swapper is not None:
             self.metrics += ("mlm_loss", "sop_loss", "sop_accuracy")
 
     def _maskers(self, cfg: MLMConfig, *, seed: int) -> tuple[Masker, Masker]:
@@ -202,8 +211,8 @@ class MaskedLMTask(Task):
         return logits.flatten(0, 1), inputs["labels"].flatten(), order
 
     def eval_metrics(self, rows: np.ndarray) -> dict[str, float]:
-        loss_sum, right, count, *of_order = rows.sum(0, dtype=np.float64).tolist()
-        loss = loss_sum / count
+        total, right, count, *of_order = rows.sum(0, dtype=np.float64).tolist()
+        loss = total / count
         metrics = {
             "loss": loss,
             "perplexity": math.exp(min(loss, 700.0)),
@@ -214,7 +223,11 @@ class MaskedLMTask(Task):
             if order_count == 0:
                 raise InputError(NO_PAIRS)
             order_loss = order_sum / order_count
-            metrics |= {"loss": loss + order_loss, "mlm_loss": loss, "sop_loss": order_loss}
+            metrics |= {
+                "loss": loss + order_loss,
+                "mlm_loss": loss,
+                "sop_loss": order_loss,
+            }
             metrics["sop_accuracy"] = order_right / order_count
         return metrics
 
@@ -223,24 +236,16 @@ class MaskedLMTask(Task):
         return model.train_flops(self.head, seq_len)
 
     def files_beside(self, model: MaskedLM) -> dict[str, bytes]:
-        """Return the files of an export beside its weights and configuration, by name."""
         return files_beside(self.folder / "tokenizer", inputs=model.inputs, state=self.state)
-
-    def describe_model(self, model: nn.Module, folder: Folder) -> None:
-        assert isinstance(model, MaskedLM)
-        model.describe(folder, self.files_beside(model))
-
-    def export(self, model: nn.Module, folder: Path) -> None:
-        assert isinstance(model, MaskedLM)
-        model.export(folder, self.files_beside(model))
 
     def samples(self, export: Path, most: int) -> list[Sample]:
         # In each of these validation sequences, the first token to predict is masked. The model runs on the host.
         fill = mask_filler(export)
-        drawn = self._eval_rows(None).draw(spread(self.eval_rows, most)[None])["inputs"]
-        ids, positions, labels = (drawn[name][0] for name in ("input_ids", "positions", "labels"))
+        rows = spread(self.eval_rows, most)
+        drawn = self._eval_rows(None).draw(rows[None])["inputs"]
+        parts = [drawn[name][0] for name in ("input_ids", "positions", "labels")]
         found = []
-        for tokens, places, hidden in zip(ids, positions, labels, strict=True):
+        for tokens, places, hidden in zip(*parts, strict=True):
             is_used = hidden != IGNORE_INDEX
             tokens[places[is_used]] = hidden[is_used]
             if is_used.any():
@@ -252,13 +257,23 @@ class MaskedLMTask(Task):
 def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the cross entropy [] of logits [N, C] and labels [N], in float32, summed over rows with a label."""
     # When compiled, this never stores the logits in float32.
-    return F.cross_entropy(logits.float(), labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    return F.cross_entropy(
+        logits.float(),
+        labels,
+        ignore_index=IGNORE_INDEX,
+        reduction="sum",
+    )
 
 
 def scores(logits: Tensor, labels: Tensor) -> Tensor:
     """Return [N, 3] for logits [N, C] and labels [N]: loss, 1 if the prediction is right, 1 if the row has a label."""
     logits = logits.float()
-    losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
+    losses = F.cross_entropy(
+        logits,
+        labels,
+        ignore_index=IGNORE_INDEX,
+        reduction="none",
+    )
     right = topk(logits)[1].squeeze(-1) == labels
     return torch.stack([losses, right.float(), (labels != IGNORE_INDEX).float()], -1)
 
@@ -266,10 +281,13 @@ def scores(logits: Tensor, labels: Tensor) -> Tensor:
 def sample_of(fill: Any, tokens: Sequence[int], at: int) -> Sample:
     """Return the text around the token `at` of a sequence, with the answers of transformers' pipeline `fill`."""
     read = fill.tokenizer
-    before = read.decode(tokens[max(0, at - TOKENS_SHOWN) : at], skip_special_tokens=True)
-    behind = read.decode(tokens[at + 1 : at + TOKENS_SHOWN], skip_special_tokens=True)
+    first = max(0, at - TOKENS_SHOWN)
+    last = at + TOKENS_SHOWN
+    before = read.decode(tokens[first:at], skip_special_tokens=True)
+    behind = read.decode(tokens[at + 1 : last], skip_special_tokens=True)
     answers = fill(f"{before} {read.mask_token} {behind}", top_k=MOST_GUESSES)
     guesses = [Guess(excerpt(each["token_str"]), each["score"]) for each in answers]
     is_right = answers[0]["token"] == tokens[at]
-    answer = Answer(excerpt(read.decode([tokens[at]])), guesses, float(is_right))
-    return Sample(excerpt(f"{before} [1] {behind}", len(before)), [answer])
+    truth = excerpt(read.decode([tokens[at]]))
+    text = excerpt(f"{before} [1] {behind}", len(before))
+    return Sample(text, [Answer(truth, guesses, float(is_right))])

@@ -11,14 +11,20 @@ import torch.nn.functional as F
 from datasets import Dataset, List, Value
 from torch import Tensor
 
-from train.config import check, shortlist
+from train.config import check
 from train.data.records.featurizer import TOKENS
 from train.data.records.kinds import STRING, RowKind
 from train.data.records.table_facts import column
 from train.data.records.token_rows import TokenRows
 from train.models.heads import names_of_head
-from train.tasks.classify import Classification, ClassifyFeaturizer, check_each, read_texts
-from train.tasks.finetune import Entry, mean_loss, table_of
+from train.tasks.classify import (
+    Classification,
+    ClassifyFeaturizer,
+    check_each,
+    given_weights,
+    read_texts,
+)
+from train.tasks.finetune import Entry, known, mean_loss, table_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -27,7 +33,11 @@ USUAL = 0.5  # the threshold of evaluations, while the best one is not chosen ye
 
 MULTILABEL_ROWS = RowKind(
     "multilabel",
-    columns={"text": STRING, "text_pair": STRING, "label": List(STRING)},
+    columns={
+        "text": STRING,
+        "text_pair": STRING,
+        "label": List(STRING),
+    },
     read=read_texts,
     target="label",
     split_by="text",
@@ -48,9 +58,9 @@ class MultiLabelFeaturizer(ClassifyFeaturizer):
     def features(
         self, rows: dict[str, list], indices: list[int], *, split: str
     ) -> dict[str, list]:
-        found = rows.get("label", [[]] * len(indices))
-        has_label = np.zeros((len(indices), len(self.labels)), np.float32)
-        for row, numbers in enumerate(found):
+        num_rows = len(indices)
+        has_label = np.zeros((num_rows, len(self.labels)), np.float32)
+        for row, numbers in enumerate(rows.get("label", [[]] * num_rows)):
             has_label[row, numbers] = 1
         return super().features({**rows, "label": list(has_label)}, indices, split=split)
 
@@ -63,8 +73,8 @@ class MultiLabel(Classification):
 
     def begin(self, train_table: TokenRows) -> None:
         self.limits()
-        given, has_label = self.cfg.positive_weights, train_table.values["labels"]
-        weights = positive_weights(given, self.labels, has_label)
+        has_label = train_table.values["labels"]
+        weights = positive_weights(self.cfg.positive_weights, self.labels, has_label)
         if weights is not None:
             self.weights = torch.from_numpy(weights)
 
@@ -93,7 +103,8 @@ class MultiLabel(Classification):
     def evaluate(
         self, examples: Dataset, features: Dataset, statistics: np.ndarray
     ) -> dict[str, float]:
-        metrics = self.scores(self.truth(features), probabilities(statistics[:, 1:]))
+        shares = self.probabilities(statistics[:, 1:])
+        metrics = self.scores(self.truth(features), shares)
         return {"loss": mean_loss(statistics), **metrics}
 
     def truth(self, features: Dataset) -> np.ndarray:
@@ -106,13 +117,27 @@ class MultiLabel(Classification):
         from sklearn.metrics import accuracy_score, average_precision_score, f1_score
 
         answers = shares >= self.limits()
-        present = np.flatnonzero(truth.any(0))
-        precisions = [
-            average_precision_score(truth[:, label], shares[:, label]) for label in present
-        ]
+        precisions = []
+        for label in np.flatnonzero(truth.any(0)):
+            precision = average_precision_score(truth[:, label], shares[:, label])
+            precisions.append(precision)
         return {
-            "f1_micro": float(f1_score(truth, answers, average="micro", zero_division=0)),
-            "f1_macro": float(f1_score(truth, answers, average="macro", zero_division=0)),
+            "f1_micro": float(
+                f1_score(
+                    truth,
+                    answers,
+                    average="micro",
+                    zero_division=0,
+                )
+            ),
+            "f1_macro": float(
+                f1_score(
+                    truth,
+                    answers,
+                    average="macro",
+                    zero_division=0,
+                )
+            ),
             "average_precision": float(np.mean(precisions or [0.0])),
             "subset_accuracy": float(accuracy_score(truth, answers)),
         }
@@ -123,9 +148,14 @@ class MultiLabel(Classification):
         # For each label: its scores at the thresholds in use.
         from sklearn.metrics import precision_recall_fscore_support
 
-        truth, shares = self.truth(features), probabilities(statistics[:, 1:])
-        answers = shares >= self.limits()
-        scores = precision_recall_fscore_support(truth, answers, average=None, zero_division=0)
+        truth = self.truth(features)
+        answers = self.probabilities(statistics[:, 1:]) >= self.limits()
+        scores = precision_recall_fscore_support(
+            truth,
+            answers,
+            average=None,
+            zero_division=0,
+        )
         return {"labels": self.labels, "per_class": table_of(self.labels, scores)}
 
     def choose(self, rows: np.ndarray, metrics: Mapping[str, float]) -> dict[str, Any]:
@@ -133,7 +163,8 @@ class MultiLabel(Classification):
         truth = self.truth(validation.features)
         if self.cfg.threshold != "best" or not truth.any():
             return {}
-        return {"threshold": best_threshold(truth, probabilities(validation.of(rows)[:, 1:]))}
+        shares = self.probabilities(validation.of(rows)[:, 1:])
+        return {"threshold": best_threshold(truth, shares)}
 
     def labels_of(self, source: str, config: PreTrainedConfig) -> list[str]:
         problem = getattr(config, "problem_type", None)
@@ -146,13 +177,14 @@ class MultiLabel(Classification):
     def predictions(
         self, rows: Iterable[Entry], features: Dataset, statistics: np.ndarray
     ) -> Iterator[Entry]:
-        shares = probabilities(statistics[:, 1:])
-        answers = shares >= self.limits()
-        for row, share, answer in zip(rows, shares.tolist(), answers, strict=True):
-            line: Entry = {key: row[key] for key in ("id", "label") if row.get(key) is not None}
-            line["prediction"] = [self.labels[number] for number in np.flatnonzero(answer)]
-            line["probabilities"] = dict(zip(self.labels, share, strict=True))
-            yield line
+        rows = [known(row, "id", "label") for row in rows]
+        yield from super().predictions(rows, features, statistics)
+
+    def probabilities(self, logits: np.ndarray) -> np.ndarray:
+        return torch.from_numpy(logits).double().sigmoid().numpy()
+
+    def answer(self, shares: np.ndarray) -> list[str]:
+        return [self.labels[number] for number in np.flatnonzero(shares >= self.limits())]
 
     def in_words(self, row: Entry, answer: Any) -> str:
         return ", ".join(sorted(answer, key=self.labels.index)) or "(no label)"
@@ -166,29 +198,14 @@ def losses_of(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor
     return torch.where(targets.isnan(), 0.0, losses)
 
 
-def probabilities(logits: np.ndarray) -> np.ndarray:
-    """Return the probabilities [rows, C] float64 for logits [rows, C]."""
-    return torch.from_numpy(logits).double().sigmoid().numpy()
-
-
 def positive_weights(
     given: Any, labels: Sequence[str], has_label: np.ndarray
 ) -> np.ndarray | None:
     """Return pos_weight for the loss, one per label, [C] float32; None if all are 1. `has_label` is [rows, C]."""
-    if given is None:
-        return None
-    if given != "balanced":
-        check_each("task.positive_weights", given, labels)
-        return np.array(given, np.float32)
     counts = has_label.sum(0, dtype=np.float64)
-    absent = [
-        name for name, count in zip(labels, counts, strict=True) if count in (0, len(has_label))
-    ]
-    check(
-        not absent,
-        f"task.positive_weights=balanced: all or no training rows have the label {shortlist(absent)}",
-    )
-    return ((len(has_label) - counts) / counts).astype(np.float32)
+    without = len(has_label) - counts
+    balanced = without / np.maximum(counts, 1)
+    return given_weights("task.positive_weights", given, labels, balanced, counts * without == 0)
 
 
 def best_threshold(truth: np.ndarray, shares: np.ndarray) -> float:
@@ -196,7 +213,9 @@ def best_threshold(truth: np.ndarray, shares: np.ndarray) -> float:
     from sklearn.metrics import precision_recall_curve
 
     precision, recall, limits = precision_recall_curve(truth.ravel(), shares.ravel())
-    f1 = 2 * precision * recall / np.maximum(precision + recall, np.finfo(float).tiny)
+    total = np.maximum(precision + recall, np.finfo(float).tiny)
+    f1 = 2 * precision * recall / total
     best = int(f1[:-1].argmax())
     below = np.append(0.0, limits)[best]
-    return max(float(limits[best] + below) / 2, np.finfo(np.float32).tiny.item())
+    middle = float(limits[best] + below) / 2
+    return max(middle, np.finfo(np.float32).tiny.item())

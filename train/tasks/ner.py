@@ -31,7 +31,7 @@ from train.data.records.spans import words_of
 from train.data.records.table_facts import column
 from train.data.records.token_rows import Lists
 from train.models.heads import names_of_head
-from train.tasks.finetune import Entry, TextTask, examples_of, table_of
+from train.tasks.finetune import Entry, TextTask, examples_of, known, table_of
 from train.tasks.texts import Sizes
 from train.tasks.topk import topk
 
@@ -49,19 +49,23 @@ Tags = Sequence[list[str]]  # tags of the words of each sentence
 
 def check_tag(tag: str) -> None:
     if not TAG.fullmatch(tag):
-        what = f"the tag {tag[:40]} is neither O nor a type with a prefix, such as B-PER"
-        raise BadRow(f"{what}; map it with data.label_map, or set task.scheme=none for other tags")
+        raise BadRow(
+            f"the tag {tag[:40]} is neither O nor a type with a prefix, such as B-PER; map it with data.label_map, or "
+            "set task.scheme=none for other tags"
+        )
 
 
 def read_words(row: Row) -> dict[str, Any]:
     """Return the words of a row. If it has a text in their place, the spans in the column of tags become tags."""
-    column, spans = str(row.columns["tags"]), None
+    column = str(row.columns["tags"])
+    spans = None
     if row.has("tags"):
         spans = row.value("tags")
     are_tags = isinstance(spans, list) and any(isinstance(each, str) for each in spans)
     if are_tags or not isinstance(row.value("tokens"), str):
         return {"tokens": row.texts("tokens")}
-    words, tags = words_of(row.text("tokens"), [] if spans is None else spans, column)
+    given = [] if spans is None else spans
+    words, tags = words_of(row.text("tokens"), given, column)
     if not words:
         raise BadRow(f"an empty {row.columns['tokens']}")
     if spans is not None:
@@ -109,14 +113,17 @@ class NERFeaturizer(Featurizer):
         texts = [" ".join(words) for words in sentences]
         encoded = self.encode(texts, truncation=True).encodings
         self.count_cut(split, encoded, texts)
-        labels, numbers = [], []
+        labels = []
+        numbers = []
         for encoding, words, tags_of_words in zip(encoded, sentences, tags, strict=True):
             read, tokens = first_tokens(encoding, words)
-            labels.append(np.full(len(encoding.ids), IGNORE_INDEX))
-            labels[-1][tokens] = np.array(tags_of_words)[read]
+            of_tokens = np.full(len(encoding.ids), IGNORE_INDEX)
+            of_tokens[tokens] = np.array(tags_of_words)[read]
+            labels.append(of_tokens)
             numbers.append(read)
             self.count(split, words_without_tokens=len(words) - len(read))
-        return {**self.columns(split, encoded, indices), "labels": labels, "words": numbers}
+        columns = self.columns(split, encoded, indices)
+        return {**columns, "labels": labels, "words": numbers}
 
 
 def first_tokens(encoding: Encoding, words: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -125,17 +132,18 @@ def first_tokens(encoding: Encoding, words: Sequence[str]) -> tuple[np.ndarray, 
     Truncated words, and words whose characters the tokenizer drops, have no tokens.
     """
     sequences = encoding.sequence_ids
+    first = 0
     if 0 in sequences:
         first = sequences.index(0)
-    else:
-        first = 0
-    offsets = np.array(encoding.offsets[first : first + sequences.count(0)]).reshape(-1, 2)
-    ends = np.cumsum([len(word) + 1 for word in words]) - 1
-    begins = ends - [len(word) for word in words]
+    end = first + sequences.count(0)
+    offsets = np.array(encoding.offsets[first:end]).reshape(-1, 2)
+    lengths = np.array([len(word) for word in words])
+    ends = np.cumsum(lengths + 1) - 1
+    begins = ends - lengths
     # A token may begin with the space before its word, so the first token that ends inside the word counts.
     tokens = np.searchsorted(offsets[:, 1], begins, side="right")
-    begins_of_tokens = np.append(offsets[:, 0], np.iinfo(np.int64).max)[tokens]
-    read = np.flatnonzero(begins_of_tokens < ends)
+    begins_of_all = np.append(offsets[:, 0], np.iinfo(np.int64).max)
+    read = np.flatnonzero(begins_of_all[tokens] < ends)
     # a token that spans two words belongs to the first
     tokens, kept = np.unique(tokens[read], return_index=True)
     return read[kept], tokens + first
@@ -183,22 +191,30 @@ class TokenClassification(TextTask):
 
     def statistics(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:
         # [B, 1 + 2 * M]: the loss, the tag of each token, and its probability.
-        logits, labels = logits.float(), inputs["labels"]
+        logits = logits.float()
+        labels = inputs["labels"]
         losses = F.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
+            logits.flatten(0, 1),
+            labels.flatten(),
+            ignore_index=IGNORE_INDEX,
+            reduction="none",
         )
         loss = losses.view(labels.shape).sum(1, keepdim=True)
-        tags, shares = topk(logits)[1].squeeze(-1), logits.softmax(-1).amax(-1)
+        _, best = topk(logits)
+        shares = logits.softmax(-1).amax(-1)
         padding = (0, self.sizes.lengths[-1] - labels.size(1))
-        return torch.cat([loss, F.pad(tags, padding), F.pad(shares, padding)], 1)
+        of_tokens = [F.pad(best.squeeze(-1), padding), F.pad(shares, padding)]
+        return torch.cat([loss, *of_tokens], 1)
 
     def evaluate(
         self, examples: Dataset, features: Dataset, statistics: np.ndarray
     ) -> dict[str, float]:
         truth, predicted = self.tags(examples, features, statistics)
-        num_labels = max(1, int((column(features, "labels") != IGNORE_INDEX).sum()))
-        loss = float(statistics[:, 0].sum(dtype=np.float64)) / num_labels
-        return {"loss": loss, **scores(truth, predicted, has_entities=self.has_entities)}
+        has_label = column(features, "labels") != IGNORE_INDEX
+        total = float(statistics[:, 0].sum(dtype=np.float64))
+        loss = total / max(1, int(has_label.sum()))
+        metrics = scores(truth, predicted, has_entities=self.has_entities)
+        return {"loss": loss, **metrics}
 
     def tags(self, examples: Dataset, features: Dataset, statistics: np.ndarray) -> list[Tags]:
         """Return the right tags of the words of the features' sentences, and the predicted tags."""
@@ -220,10 +236,13 @@ class TokenClassification(TextTask):
         words_read = Lists(arrow.column("words")).take(every)
         tags_of_tokens, shares_of_tokens = np.split(rows[:, 1:], 2, axis=1)
         for row, sentence in enumerate(sentences):
-            tags, shares = [unread] * len(sentence), [0.0] * len(sentence)
+            num_words = len(sentence)
+            tags = [unread] * num_words
+            shares = [0.0] * num_words
             first_tokens_of_words = np.flatnonzero(labels[row] != IGNORE_INDEX)
             for word, token in zip(words_read[row], first_tokens_of_words, strict=True):
-                tags[word] = self.labels[int(tags_of_tokens[row, token])]
+                tag = int(tags_of_tokens[row, token])
+                tags[word] = self.labels[tag]
                 shares[word] = float(shares_of_tokens[row, token])
             yield tags, shares
 
@@ -257,21 +276,10 @@ class TokenClassification(TextTask):
         rows = list(rows)
         answers = self.tagged(statistics, features, [row["tokens"] for row in rows])
         for row, (tags, shares) in zip(rows, answers, strict=True):
-            line: Entry = {
-                key: row[key] for key in ("id", "tokens", "tags") if row.get(key) is not None
-            }
+            line = known(row, "id", "tokens", "tags")
             line["prediction"] = tags
             if self.has_entities:
-                line["entities"] = [
-                    {
-                        "type": kind,
-                        "text": " ".join(row["tokens"][first : last + 1]),
-                        "first": first,
-                        "last": last,
-                        "probability": float(np.mean(shares[first : last + 1])),
-                    }
-                    for kind, first, last in entities(tags)
-                ]
+                line["entities"] = list(described(row["tokens"], tags, shares))
             yield line
 
     def in_words(self, row: Entry, answer: Any) -> str:
@@ -326,6 +334,19 @@ def table_of_tags(truth: Tags, predicted: Tags, names: Sequence[str]) -> dict[st
 def bioes(sentences: Tags) -> Tags:
     """Return tags with BILOU's prefixes replaced, for seqeval."""
     return [[BIOES.get(tag[0], tag[0]) + tag[1:] for tag in tags] for tags in sentences]
+
+
+def described(words: Sequence[str], tags: list[str], shares: list[float]) -> Iterator[Entry]:
+    """Yield each entity of a sentence as a prediction has it. `shares`: the probabilities of the tags."""
+    for kind, first, last in entities(tags):
+        inside = slice(first, last + 1)
+        yield {
+            "type": kind,
+            "text": " ".join(words[inside]),
+            "first": first,
+            "last": last,
+            "probability": float(np.mean(shares[inside])),
+        }
 
 
 def entities(tags: list[str]) -> list[tuple[str, int, int]]:

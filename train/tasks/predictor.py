@@ -97,7 +97,8 @@ class Predictor:
         check(not model.new, f"{source} has no weights for {new}: its head was not trained")
         self.model = model.to(device).eval()
         # The shortest length may limit what an answer is computed from, so it is not above that of the run.
-        task.shortest = min([task.shortest, *([] if lengths == "auto" else lengths)])
+        if lengths != "auto":
+            task.shortest = min([task.shortest, *lengths])
         task.sizes = replace(task.sizes, lengths=lengths_of(task))
 
     def predict(
@@ -126,12 +127,13 @@ class Predictor:
         featurizer = self.task.featurizer
         names = [name for name in spec_of(self.task.cfg).inputs if name in rows[0]]
         schema = Features(featurizer.types).arrow_schema
-        parts, tokens_cut = [], []
+        parts = []
+        tokens_cut = []
         for first in range(0, len(rows), TOKENISED_TOGETHER):
             part = rows[first : first + TOKENISED_TOGETHER]
             texts = {name: [row[name] for row in part] for name in names}
-            indices = list(range(first, first + len(part)))
-            columns = featurizer.features(texts, indices, split="new")
+            indices = range(first, first + len(part))
+            columns = featurizer.features(texts, list(indices), split="new")
             parts.append(pyarrow.Table.from_pydict(columns, schema=schema))
             tokens_cut.append(featurizer.tokens_cut)
         # A given fingerprint saves the time to compute one from the content.
@@ -146,16 +148,20 @@ class Predictor:
 
         The longest rows come first, so that batches have little padding, and too large a batch_size fails immediately.
         """
-        table = self.task.token_rows(features, {**self.task.columns, **self.task.eval_columns})
+        columns = {**self.task.columns, **self.task.eval_columns}
+        table = self.task.token_rows(features, columns)
         order = np.argsort(-table.row_lengths, kind="stable")
         batches = []
         for first in range(0, len(order), batch_size):
             rows = order[first : first + batch_size]
             bucket = int(table.bucket_of[rows[0]])
-            drawn = table.draw((rows + (bucket << BUCKET_SHIFT))[None])["inputs"]
+            items = rows + (bucket << BUCKET_SHIFT)
+            drawn = table.draw(items[None])["inputs"]
             inputs = {name: tensor[0].to(self.device) for name, tensor in drawn.items()}
             with self.autocast():
-                batches.append(self.task.statistics(logits_of(self.model, inputs), inputs).cpu())
+                logits = logits_of(self.model, inputs)
+                statistics = self.task.statistics(logits, inputs)
+            batches.append(statistics.cpu())
             on_batch(len(rows))
         gathered = torch.cat(batches).numpy()
         result = np.empty_like(gathered)

@@ -24,7 +24,7 @@ from train.data.records.table_facts import column
 from train.data.records.token_rows import TokenRows
 from train.models.heads import PaddedEncoder, Scale, default_names, learn_scaled, names_of_head
 from train.tasks.classify import ClassifyFeaturizer, read_texts
-from train.tasks.finetune import Entry, TextTask, examples_of, mean_loss
+from train.tasks.finetune import Entry, TextTask, examples_of, known, mean_loss
 from train.tasks.state import read_state
 from train.tasks.texts import Sizes
 
@@ -69,7 +69,11 @@ def regress_rows(name: str) -> RowKind:
 
     return RowKind(
         "regress",
-        columns={"text": STRING, "text_pair": STRING, "label": List(Value("float64"))},
+        columns={
+            "text": STRING,
+            "text_pair": STRING,
+            "label": List(Value("float64")),
+        },
         read=read_texts,
         target="label",
         read_target=read_number,
@@ -204,11 +208,10 @@ class Regression(TextTask):
         self, rows: Iterable[Entry], features: Dataset, statistics: np.ndarray
     ) -> Iterator[Entry]:
         for row, number in zip(rows, self.numbers(statistics).tolist(), strict=True):
-            line = {"id": row["id"]}
-            if row.get("label") is not None:
-                line["label"] = row["label"][0]
-            line["prediction"] = number
-            yield line
+            line = known(row, "id", "label")
+            if "label" in line:
+                line["label"] = line["label"][0]
+            yield {**line, "prediction": number}
 
 
 def squared_errors(logits: Tensor, targets: Tensor) -> Tensor:
@@ -237,8 +240,10 @@ def scores(truth: np.ndarray, predicted: np.ndarray) -> dict[str, float]:
 
 def correlation(first: np.ndarray, second: np.ndarray) -> float:
     """Return Pearson's correlation of two [rows]; 0 if one is constant."""
-    first, second = first - first.mean(), second - second.mean()
-    product = np.sqrt(np.square(first).sum() * np.square(second).sum())
+    first = first - first.mean()
+    second = second - second.mean()
+    squares = np.square(first).sum() * np.square(second).sum()
+    product = np.sqrt(squares)
     if product == 0:
         return 0.0
     return float((first * second).sum() / product)

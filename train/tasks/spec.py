@@ -36,7 +36,11 @@ class Metric:
     @property
     def sign(self) -> int:
         """Return 1 if higher values are better, -1 if lower values are, 0 if this is unknown."""
-        return {True: 1, False: -1, None: 0}[self.higher_is_better]
+        return {
+            True: 1,
+            False: -1,
+            None: 0,
+        }[self.higher_is_better]
 
     @property
     def title(self) -> str:
@@ -190,13 +194,17 @@ class Task(ABC):
         """Return the FLOPs to train on one example of `seq_len` tokens, padding included; None: unknown."""
         return None
 
-    def describe_model(self, model: nn.Module, folder: Folder) -> None:
-        """Write the files that allow checkpoints to be exported without the data. Only rank 0 calls this."""
-        return
+    def files_beside(self, model: Any) -> dict[str, bytes]:
+        """Return the files of an export beside the weights and configuration of a Network, by name."""
+        return {}
 
-    @abstractmethod
-    def export(self, model: nn.Module, folder: Path) -> None:
+    def describe_model(self, model: Any, folder: Folder) -> None:
+        """Write the files that allow checkpoints to be exported without the data. Only rank 0 calls this."""
+        model.describe(folder, self.files_beside(model))
+
+    def export(self, model: Any, folder: Path) -> None:
         """Write the model and its tokenizer, for transformers' from_pretrained(folder)."""
+        model.export(folder, self.files_beside(model))
 
     def sampled_rows(self, most: int) -> Iterable[dict[str, Any]]:
         """Return up to `most` validation rows that `baretrain predict` can answer, for the report. Only for rank 0."""

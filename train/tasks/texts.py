@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from train.config import InputError, ModelConfig, RecordsConfig, TrainConfig, check
 from train.data.records.table_facts import MOST_GRAPHS, STEP, best_lengths
@@ -73,24 +73,19 @@ class Sizes:
         )
 
     @property
-    def of_rows(self) -> dict[str, Any]:
-        """The arguments of `TokenRows` on padding and segments."""
-        return {"pad_id": self.tokenizer.pad_token_id, "lengths": self.lengths}
-
-    @property
     def has_one_length(self) -> bool:
         """True if all rows are padded to `seq_len`, because the architecture reads padding."""
         return self.config.model_type in READING_PADDING
 
     def note(self) -> str:
         """Return a sentence about an architecture whose answer to a row could depend on other rows, else ""."""
-        kind, seq_len = self.config.model_type, self.seq_len
-        if self.has_one_length:
-            return (
-                f"{kind} reads padding, so every row is padded to seq_len={seq_len} (data.lengths is not used), in "
-                f'predictions too; in transformers, use padding="max_length" and max_length={seq_len}'
-            )
-        return ""
+        if not self.has_one_length:
+            return ""
+        return (
+            f"{self.config.model_type} reads padding, so every row is padded to seq_len={self.seq_len} (data.lengths "
+            'is not used), in predictions too; in transformers, use padding="max_length" and '
+            f"max_length={self.seq_len}"
+        )
 
     @property
     def fit(self) -> dict[str, int]:
@@ -114,10 +109,11 @@ def resolved_lengths(
     longest = max(
         int(tables.lengths(split).max(initial=shortest)) for split in tables.facts["splits"]
     )
+    step = eager_step(longest)
+    most = MOST_LENGTHS
     if is_compiled:
-        step, most = STEP, MOST_GRAPHS
-    else:
-        step, most = eager_step(longest), MOST_LENGTHS
+        step = STEP
+        most = MOST_GRAPHS
     longest = min(-(-longest // step) * step, seq_len)
     if cfg.data.lengths == [] and not is_compiled:
         return every_length(shortest, longest)
@@ -125,7 +121,14 @@ def resolved_lengths(
         return lengths_up_to(cfg.seq_len or max([longest, *cfg.data.lengths]), cfg.data.lengths)
     rows = tables.lengths(next(iter(tables.facts["splits"])))  # training rows, if there are any
     return tuple(
-        best_lengths(rows, longest, most, step=step, shortest=shortest, enough=MOST_PADDING)
+        best_lengths(
+            rows,
+            longest,
+            most,
+            step=step,
+            shortest=shortest,
+            enough=MOST_PADDING,
+        )
     )
 
 

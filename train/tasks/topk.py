@@ -15,13 +15,15 @@ def topk(scores: Tensor, k: int = 1) -> tuple[Tensor, Tensor]:
     Trainium's compiler supports neither topk, which XLA turns into a sort (NCC_EVRF029), nor argmax, which reduces two
     tensors at the same time (NCC_ISPP027).
     """
-    indices = torch.arange(scores.size(-1), dtype=torch.float32, device=scores.device)
-    found: list[tuple[Tensor, Tensor]] = []
+    size = scores.size(-1)
+    indices = torch.arange(size, dtype=torch.float32, device=scores.device)
+    values: list[Tensor] = []
+    found: list[Tensor] = []
     for _ in range(k):
         if found:
-            scores = torch.where(indices == found[-1][1], -math.inf, scores)
+            scores = torch.where(indices == found[-1], -math.inf, scores)
         value = scores.amax(-1, keepdim=True)
-        index = torch.where(scores == value, indices, float(len(indices))).amin(-1, keepdim=True)
-        found.append((value, index))
-    values, at = zip(*found, strict=True)
-    return torch.cat(values, -1), torch.cat(at, -1)
+        places = torch.where(scores == value, indices, float(size))
+        values.append(value)
+        found.append(places.amin(-1, keepdim=True))
+    return torch.cat(values, -1), torch.cat(found, -1)

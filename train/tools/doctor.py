@@ -122,8 +122,10 @@ def packages(probe: Probe) -> Finding:
     if probe.is_trainium and missing:
         return bad(f"{', '.join(missing)} missing ({text})", cure=read_versions().sdk.install)
     if probe.has_gpu and "+cpu" in torch:
-        cure = "pip install --force-reinstall 'torch>=2.9'"
-        return bad(f"torch {torch} is built without CUDA", cure=cure)
+        return bad(
+            f"torch {torch} is built without CUDA",
+            cure="pip install --force-reinstall 'torch>=2.9'",
+        )
     return ok(text)
 
 

@@ -8,17 +8,14 @@ not changed. The command works with or without torchrun.
 from __future__ import annotations
 
 import json
-import logging
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from train.config import (
     EvaluatedConfig,
-    Failure,
     RecordsConfig,
     TelemetryConfig,
     TrainConfig,
@@ -39,13 +36,19 @@ from train.run_folder.exported import is_outdated, marked, saved_steps
 from train.storage.folders import Folder
 from train.storage.schema import read_object
 from train.tools.checkpoints import chosen, fetch, opened
-from train.tools.trained import Trained, find_trained, output_path, settings_of, typed_keys
+from train.tools.trained import (
+    Trained,
+    find_trained,
+    output_path,
+    run_with,
+    settings_of,
+    typed_keys,
+)
 
 if TYPE_CHECKING:
     from train.models.network import Network
     from train.run.evaluation import Evaluated
 
-logger = logging.getLogger("train")
 BATCH_SIZE = 32  # sequences per rank, if the model is not a run
 # The keys that replace the run's rows with new ones.
 NEW_DATA = {"data", "data.path", "data.validation"}
@@ -132,8 +135,10 @@ def settings_of_run(
     if not {"data", "data.path"} & typed.keys():
         names += [name for name in WHERE if name in own]
         if launched().rank == 0:
-            where = f"{printable(run.location)}/config.yaml names data.path={printable(str(own['path']))}"
-            note(f"{where}, which is read; data.path=... reads other data")
+            note(
+                f"{printable(run.location)}/config.yaml names data.path={printable(str(own['path']))}, which is read; "
+                "data.path=... reads other data"
+            )
     if isinstance(cfg.data, RecordsConfig):
         if not is_new:
             names += OWN_ROWS
@@ -165,17 +170,7 @@ def main(arguments: Sequence[str]) -> int:
         ),
     )
     parser.add_argument("--output", metavar="FILE", help="file for a JSON object with the metrics")
-    found: list[Model] = []
-
-    def given(options: Namespace) -> cli.Given:
-        model, settings = find(options)
-        found.append(model)
-        return settings
-
-    def act(cfg: TrainConfig) -> int:
-        return evaluate(cfg, found[0])
-
-    code = cli.run(TrainConfig, act, parser, arguments=arguments, given=given)
+    code = run_with(find, evaluate, parser, arguments)
     if code != cli.DONE:
         end_torchrun()
     return code
@@ -184,32 +179,17 @@ def main(arguments: Sequence[str]) -> int:
 def evaluate(cfg: TrainConfig, model: Model) -> int:
     rank_setup.prepare(launched(), forks=False)
     search_rarely()  # Garbage is collected rarely until the task is imported.
-    from train.entry import leave_at_once
-    from train.parallel.ranks import AGREED
     from train.run.evaluation import evaluate_alone
-    from train.run.stopping import StoppedEarly, StopRequest
+    from train.tools.alone import temporary_run
 
     if isinstance(cfg.data, RecordsConfig):
         data = EvaluatedConfig(**vars(cfg.data), holds_out=model.holds_out)
         cfg = replace(cfg, data=data)
-    try:
-        with (
-            TemporaryDirectory(prefix="baretrain-evaluate-", ignore_cleanup_errors=True) as folder,
-            StopRequest() as stop,
-        ):
-            cfg = replace(cfg, run_dir=folder, telemetry=TelemetryConfig(trackers=[]))
-            result = evaluate_alone(
-                cfg, stop, step=model.step, load=lambda network: load(network, model)
-            )
-    except StoppedEarly as signal:
-        raise Failure(f"stopped on {signal}: nothing was evaluated") from signal
-    except AGREED:
-        raise
-    except Exception as error:
-        if launched().world_size > 1:  # Other ranks may wait for this one forever, so end the job.
-            logger.exception("rank %d: %s", launched().rank, error)
-            leave_at_once(cli.FAILED)
-        raise
+    with temporary_run("evaluate") as (folder, stop):
+        cfg = replace(cfg, run_dir=folder, telemetry=TelemetryConfig(trackers=[]))
+        result = evaluate_alone(
+            cfg, stop, step=model.step, load=lambda network: load(network, model)
+        )
     if launched().rank == 0:
         report(cfg, model, result)
     return cli.DONE
@@ -244,8 +224,10 @@ def report(cfg: TrainConfig, model: Model, result: Evaluated) -> None:
     ranks = ""
     if world_size > 1:
         ranks = f", {world_size} ranks"
-    where = f"{result.precision} on {result.device}{ranks}"
-    note(f"{location}: {result.rows:,} validation rows of data.path={cfg.data.path}, {where}")
+    note(
+        f"{location}: {result.rows:,} validation rows of data.path={cfg.data.path}, {result.precision} on "
+        f"{result.device}{ranks}"
+    )
     step = ""
     if model.step is not None:
         step = f"step {model.step} "

@@ -20,10 +20,11 @@ from train.machine.console import note, say, speech
 from train.machine.launched import launched
 from train.machine.torchrun import end_torchrun
 from train.run import compose as cli
+from train.run.command import Parser
 from train.run.names import as_typed
 from train.storage.folders import open_folder
 from train.tasks import TASKS
-from train.tools.trained import typed_keys
+from train.tools.trained import run_with, typed_keys
 
 if TYPE_CHECKING:
     from train.data.records.look import Reading
@@ -61,6 +62,37 @@ class Assumed:
 
 
 def main(arguments: Sequence[str]) -> int:
+    code = run_with(assume, show_or_train, finetune_parser(), arguments)
+    if code == cli.REJECTED:
+        end_torchrun()  # every restart would be rejected too
+    return code
+
+
+@dataclass(frozen=True)
+class Asked:
+    command: str  # of `baretrain train`, with the same settings
+    is_shown: bool  # instead of run
+
+
+def assume(options: Namespace) -> tuple[Asked, cli.Given]:
+    """Return the command that is equal to the flags, and the settings that they leave out, which are said."""
+    assumed = look(options)
+    words = [f"{key}={as_typed(value)}" for key, value in assumed.settings.items()]
+    if launched().rank == 0:
+        note(*assumed.says)
+    command = shlex.join(["baretrain", "train", *words, *options.settings])
+    return Asked(command, options.show), (words, {})
+
+
+def show_or_train(cfg: TrainConfig, asked: Asked) -> int:
+    if not asked.is_shown:
+        return train(cfg, asked.command)
+    if launched().rank == 0:
+        say(asked.command)
+    return cli.DONE
+
+
+def finetune_parser() -> Parser:
     parser = cli.settings_parser(
         "finetune",
         TrainConfig,
@@ -86,29 +118,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--show", action="store_true", help="print the command that trains, and stop"
     )
-    found: list[tuple[Namespace, list[str]]] = []
-
-    def given(options: Namespace) -> cli.Given:
-        assumed = look(options)
-        words = [f"{key}={as_typed(value)}" for key, value in assumed.settings.items()]
-        found.append((options, [*words, *options.settings]))
-        for line in assumed.says:
-            if launched().rank == 0:
-                note(line)
-        return words, {}
-
-    def act(cfg: TrainConfig) -> int:
-        options, words = found[0]
-        if options.show:
-            if launched().rank == 0:
-                say(f"baretrain train {shlex.join(words)}")
-            return cli.DONE
-        return train(cfg, f"baretrain train {shlex.join(words)}")
-
-    code = cli.run(TrainConfig, act, parser, arguments=arguments, given=given)
-    if code == cli.REJECTED:
-        end_torchrun()  # every restart would be rejected too
-    return code
+    return parser
 
 
 def train(cfg: TrainConfig, command: str) -> int:
@@ -144,31 +154,7 @@ def look(options: Namespace) -> Assumed:
     typed = {key: value for key, value in flatten({"data": asdict(cfg)}) if key in texts}
     sample = sample_of(cfg, s3, typed)
     reading = reading_of(sample.columns, typed, texts.get("task"))
-    columns = dict(reading.settings)
-    if sample.has_fixed_columns:
-        columns = {key: value for key, value in columns.items() if key.startswith("task.")}
-    # Others may have written the data, whose names are among these settings.
-    for key, value in {**sample.settings, **columns}.items():
-        check(
-            "${" not in str(value), f"{key}={value}: a name with a reference ${{...}} is not read"
-        )
-    batch_size = batch_size_for(sample.num_rows)
-    eval_every = min(max(sample.num_rows // batch_size, EVAL_EVERY_LEAST), EVAL_EVERY_MOST)
-    settings: dict[str, Any] = {
-        "run_dir": options.output,
-        "task": reading.task,
-        "data": "records",
-        "data.path": options.data,
-        **sample.settings,
-        **columns,
-        "model.pretrained": options.model,
-        "global_batch_size": batch_size,
-        "max_epochs": EPOCHS,
-        "eval_every": eval_every,
-        "checkpoint.every": eval_every,
-        "checkpoint.best": True,
-        "best.metric": TASKS[reading.task].metrics[0].name,
-    }
+    settings = settings_of(options, sample, reading)
     if {**settings, **texts}.get("task.scheme") == "none":
         settings["best.metric"] = "accuracy"  # tags without entities have no F1
     if LENGTHS.keys() & texts.keys():
@@ -178,6 +164,38 @@ def look(options: Namespace) -> Assumed:
     assumed = {key: value for key, value in settings.items() if key not in texts}
     plain = {key: text.strip("\"'") for key, text in texts.items()}
     return Assumed(assumed, sentences(sample, reading, {**assumed, **plain}))
+
+
+def settings_of(options: Namespace, sample: Sample, reading: Reading) -> dict[str, Any]:
+    """Return all settings of the run. Raises InputError if a name in the data is a reference."""
+    found = {**sample.settings, **reading.settings}
+    if sample.has_fixed_columns:
+        of_task = {
+            key: value for key, value in reading.settings.items() if key.startswith("task.")
+        }
+        found = {**sample.settings, **of_task}
+    # Others may have written the data, whose names are among these settings.
+    for key, value in found.items():
+        check(
+            "${" not in str(value), f"{key}={value}: a name with a reference ${{...}} is not read"
+        )
+    batch_size = batch_size_for(sample.num_rows)
+    steps_per_epoch = sample.num_rows // batch_size
+    eval_every = min(max(steps_per_epoch, EVAL_EVERY_LEAST), EVAL_EVERY_MOST)
+    return {
+        "run_dir": options.output,
+        "task": reading.task,
+        "data": "records",
+        "data.path": options.data,
+        **found,
+        "model.pretrained": options.model,
+        "global_batch_size": batch_size,
+        "max_epochs": EPOCHS,
+        "eval_every": eval_every,
+        "checkpoint.every": eval_every,
+        "checkpoint.best": True,
+        "best.metric": TASKS[reading.task].metrics[0].name,
+    }
 
 
 def batch_size_for(num_rows: int) -> int:

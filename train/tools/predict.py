@@ -33,6 +33,7 @@ from train.tools.trained import (
     Trained,
     find_trained,
     output_path,
+    run_with,
     settings_of,
     task_of,
     typed_keys,
@@ -89,23 +90,16 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def read_rows(
-    cfg: TrainConfig,
-    task: TextTask,
-    trained: Trained,
-    texts: Sequence[dict[str, str]],
-    named: Sequence[str],
-) -> Iterator[tuple[Row, Row]]:
-    """Return the rows of data.path, or those of the flags. Raises InputError if the model cannot read them.
-
-    `named` has the keys of data.columns that the user typed; the data must have these columns.
-    """
+def read_rows(cfg: TrainConfig, task: TextTask, asked: Asked) -> Iterator[tuple[Row, Row]]:
+    """Return the rows of data.path, or those of the flags. Raises InputError if the model cannot read them."""
     from train.data.records.raw import read_texts
 
     assert isinstance(cfg.data, RecordsConfig)
+    texts, trained = asked.texts, asked.trained
     if not texts:
         kind, path = task.featurizer.kind, cfg.data.path
-        return read_texts(cfg.data, kind, path, cfg.s3, labels=task.labels, named=named)
+        labels, named = task.labels, asked.columns
+        return read_texts(cfg.data, kind, path, cfg.s3, labels=labels, named=named)
     spec = spec_of(cfg.task)
     required = [name for name in spec.inputs if name not in spec.optional]
     check(
@@ -115,11 +109,11 @@ def read_rows(
     )
     for name in spec.optional:
         was_read = getattr(cfg.data.columns, name) is not None
-        check(
-            trained.run is None or (name in texts[0]) == was_read,
-            f"{trained.location} was trained {'with' if was_read else 'without'} {name}: "
-            f"{'give' if was_read else 'leave out'} {flag(name)}",
-        )
+        says = f"was trained without {name}: leave out"
+        if was_read:
+            says = f"was trained with {name}: give"
+        is_right = (name in texts[0]) == was_read
+        check(trained.run is None or is_right, f"{trained.location} {says} {flag(name)}")
     return (({"id": str(number), **task.row_of(row)}, row) for number, row in enumerate(texts))
 
 
@@ -253,32 +247,34 @@ def main(arguments: Sequence[str]) -> int:
         help="a .csv or .jsonl file, which gets the columns of the input and those of the predictions (default: "
         "predictions alone, as JSON lines on standard output)",
     )
-    found: list[tuple[Namespace, Trained, Path | None]] = []
-
-    def given(options: Namespace) -> cli.Given:
-        trained, output, settings = find(options)
-        found.append((options, trained, output))
-        return settings
-
-    def act(cfg: TrainConfig) -> int:
-        return predict(cfg, *found[0])
-
-    return cli.run(TrainConfig, act, parser, arguments=arguments, given=given)
+    return run_with(find, predict, parser, arguments)
 
 
-def find(options: Namespace) -> tuple[Trained, Path | None, cli.Given]:
-    """Return the model that the flags name, the file to write, and the settings with which to predict."""
+@dataclass(frozen=True)
+class Asked:
+    """A request by flags: the model, texts, the keys of data.columns that were typed, and the file to write."""
+
+    trained: Trained
+    texts: list[dict[str, str]]
+    columns: list[str]
+    output: Path | None
+
+
+def find(options: Namespace) -> tuple[Asked, cli.Given]:
+    """Return what the flags name, and the settings with which to predict."""
     check(launched().world_size == 1, "predict runs in one process: start it without torchrun")
     typed = typed_keys(options.settings)
     output = check_output(options.output, typed.get("data.path", NO_FILE))
+    texts = texts_of(options)
     check(
-        ("data.path" in typed) != bool(texts_of(options)),
+        ("data.path" in typed) != bool(texts),
         f"give data.path=FILE, or texts with {', '.join(map(flag, INPUTS))}",
     )
     if "data.path" in typed:
         check_exists(typed["data.path"].strip("\"'"))
+    columns = columns_in(typed)
     trained = find_trained(
-        options.model, options.settings, lambda cfg: check_new_rows(cfg, columns_in(typed))
+        options.model, options.settings, lambda cfg: check_new_rows(cfg, columns)
     )
     task = task_of(trained, typed)
     check(
@@ -290,7 +286,8 @@ def find(options: Namespace) -> tuple[Trained, Path | None, cli.Given]:
         "eval_batch_size": BATCH_SIZE,
         "backend.precision": "fp32",
     }
-    return trained, output, settings_of(trained, typed, values, backend="ddp")
+    asked = Asked(trained, texts, columns, output)
+    return asked, settings_of(trained, typed, values, backend="ddp")
 
 
 def columns_in(typed: Mapping[str, str]) -> list[str]:
@@ -299,7 +296,7 @@ def columns_in(typed: Mapping[str, str]) -> list[str]:
     return [key.removeprefix(prefix) for key in typed if key.startswith(prefix)]
 
 
-def predict(cfg: TrainConfig, options: Namespace, trained: Trained, output: Path | None) -> int:
+def predict(cfg: TrainConfig, asked: Asked) -> int:
     assert isinstance(cfg.data, RecordsConfig)
     is_here = cfg.backend.name in ("auto", "ddp")
     check(is_here, f"backend={cfg.backend.name}: predict runs on the CPU and CUDA devices")
@@ -307,21 +304,20 @@ def predict(cfg: TrainConfig, options: Namespace, trained: Trained, output: Path
     from train.parallel.ddp import DDP
     from train.tasks.predictor import Predictor, trained_task
 
-    task = trained_task(trained.source, cfg.seq_len, cfg.task)
-    named = columns_in(typed_keys(options.settings))
-    chunks = in_chunks(read_rows(cfg, task, trained, texts_of(options), named))
+    task = trained_task(asked.trained.source, cfg.seq_len, cfg.task)
+    chunks = in_chunks(read_rows(cfg, task, asked))
     first = next(chunks, None)  # Report wrong columns before the weights are loaded.
     if first is None:
         raise InputError(f"{cfg.data.path} has no rows")
     form = None
-    if output is not None:
-        form = open_output(output, first, task)
+    if asked.output is not None:
+        form = open_output(asked.output, first, task)
     backend = DDP(cfg.backend)
     predictor = Predictor(task, cfg.data.lengths, device=backend.device, autocast=backend.autocast)
     backend.place(predictor.model)
     batch_size = cfg.eval_batch_size or BATCH_SIZE
     num_rows, num_cut = write_rows(chain([first], chunks), predictor, form, batch_size=batch_size)
-    warn(task, trained, num_rows, num_cut)
+    warn(task, asked.trained, num_rows, num_cut)
     if form is not None:
         say_written(form, num_rows)
     return cli.DONE
@@ -371,5 +367,8 @@ def warn(task: TextTask, trained: Trained, num_rows: int, num_cut: int) -> None:
     if remark.startswith("warning"):
         say(remark, file=sys.stderr)
     if num_cut:
-        cut = f"{num_cut:,} of {num_rows:,} rows are cut at {task.sizes.seq_len} tokens"
-        say(f"{cut}; tokens_cut has the number of tokens that each lost", file=sys.stderr)
+        say(
+            f"{num_cut:,} of {num_rows:,} rows are cut at {task.sizes.seq_len} tokens; tokens_cut has the number of "
+            "tokens that each lost",
+            file=sys.stderr,
+        )

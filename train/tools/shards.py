@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from train.config import S3Config, ShardsConfig, check
-from train.data.shards.manifest import SPLITS, TOKENIZER_FILE, DataManifest, read_manifest
+from train.data.shards.manifest import SPLITS, DataManifest, fault_of_tokenizer, read_manifest
 from train.data.shards.prepared import PreparedData
 from train.data.text.tokenizer import load_tokenizer
 from train.machine.console import say
 from train.machine.memory import usable_cpus
 from train.run.command import DONE, EXITS, FAILED, add_s3_flags, command_parser, run_flags
-from train.storage.folders import open_folder, sha256_file
+from train.storage.folders import open_folder
 
 MOST_AT_ONCE = 8  # maximum number of shards that `verify` reads at the same time
 
@@ -33,13 +33,9 @@ def list_shards(location: str, manifest: DataManifest) -> Iterator[str]:
 def find_damage(data: PreparedData) -> list[str]:
     """Read the files that the manifest names, in parallel, and return their faults."""
     with ThreadPoolExecutor(min(MOST_AT_ONCE, usable_cpus())) as pool:  # Hashing releases the GIL.
-        faults = [
-            fault for fault in pool.map(data.fault, data.manifest.shards) if fault is not None
-        ]
-    tokenizer = data.folder / TOKENIZER_FILE
-    if not tokenizer.is_file() or sha256_file(tokenizer) != data.manifest.tokenizer.sha256:
-        faults.append(f"{tokenizer} is not the tokenizer that made the shards")
-    return faults
+        faults = list(pool.map(data.fault, data.manifest.shards))
+    faults.append(fault_of_tokenizer(data.folder, data.manifest))
+    return [fault for fault in faults if fault is not None]
 
 
 def show_rows(data: PreparedData, split: str, number: int) -> Iterator[str]:

@@ -7,16 +7,18 @@ is missing or outdated; its config.yaml says how to read the columns.
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from omegaconf import OmegaConf
 
 from train.config import RecordsConfig, S3Config, ShardsConfig, TrainConfig, check
 from train.config.data import is_named
 from train.run import compose as cli
+from train.run.command import Parser
 from train.run.names import LABELS
 from train.run.saved import HOW_ROWS_ARE_READ, read_config
 from train.storage.folders import Folder, is_s3, local_path, open_folder
@@ -26,6 +28,7 @@ from train.tasks import TASKS
 if TYPE_CHECKING:
     from train.tasks.state import TaskState
 
+Found = TypeVar("Found")
 # Required settings of a run, without effect on a trained model.
 FIXED = ("run_dir=runs/evaluate", "max_steps=1", "micro_batch_size=1", "model=any")
 
@@ -41,6 +44,26 @@ class Trained:
     run: Folder | None  # the folder of the run that trained it
     cfg: TrainConfig | None  # the settings of that run that apply to its model
     state: TaskState | None  # the state of its task, which exports of runs have
+
+
+def run_with(
+    find: Callable[[Namespace], tuple[Found, cli.Given]],
+    act: Callable[[TrainConfig, Found], int],
+    parser: Parser,
+    arguments: Sequence[str],
+) -> int:
+    """Run a command, and return its exit code. `find` returns what the flags name, for `act`, and settings."""
+    found: list[Found] = []
+
+    def given(options: Namespace) -> cli.Given:
+        named, settings = find(options)
+        found.append(named)
+        return settings
+
+    def action(cfg: TrainConfig) -> int:
+        return act(cfg, found[0])
+
+    return cli.run(TrainConfig, action, parser, arguments=arguments, given=given)
 
 
 def find_trained(

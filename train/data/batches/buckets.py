@@ -38,13 +38,13 @@ class Buckets:
         shape = (max(1, TRIED_ROWS // batch), batch)
         drawn = np.random.default_rng(0).integers(len(self.train), size=shape)
         steps = np.sort(self.train[drawn])
-        best, least = 1, np.inf
-        for cut in (number for number in range(1, share + 1) if share % number == 0):
-            longest = steps.reshape(-1, batch // cut).max(1)
-            tokens = cut * cost + share * np.take(self.lengths, longest).mean()
-            if tokens < least:
-                best, least = cut, tokens
-        return best
+        tokens = {}
+        for cut in range(1, share + 1):
+            if share % cut == 0:
+                longest = steps.reshape(-1, batch // cut).max(1)
+                mean = np.take(self.lengths, longest).mean()
+                tokens[cut] = cut * cost + share * mean
+        return min(tokens, key=lambda cut: tokens[cut])
 
 
 def parts_of(items: np.ndarray) -> tuple[np.ndarray, int]:
@@ -67,7 +67,9 @@ class BucketSampler(ShardSampler):
         self, bucket_of: np.ndarray, *, rank: int, together: int = 1, **place: Any
     ) -> None:
         super().__init__([len(bucket_of)], rank=rank, **place)
-        self.bucket_of, self.rank, self.together = bucket_of, rank, together
+        self.bucket_of = bucket_of
+        self.rank = rank
+        self.together = together
         # a step is sorted before the ranks share it
         self.indices = np.arange(self.global_batch_size)
 
@@ -83,9 +85,11 @@ class BucketSampler(ShardSampler):
         buckets = self.bucket_of[steps % self.rows]
         order = np.argsort(buckets, axis=1, kind="stable")
         of_parts = (-1, size * self.together, self.world_size)
-        longest = np.take_along_axis(buckets, order, 1).reshape(of_parts).max((1, 2))
-        mine = np.take_along_axis(steps, order, 1).reshape(of_parts)[:, :, self.rank]
-        items = mine + (longest.astype(np.int64) << BUCKET_SHIFT)[:, None]
+        sorted_buckets = np.take_along_axis(buckets, order, 1).reshape(of_parts)
+        sorted_items = np.take_along_axis(steps, order, 1).reshape(of_parts)
+        longest = sorted_buckets.max((1, 2)).astype(np.int64)
+        mine = sorted_items[:, :, self.rank]
+        items = mine + (longest << BUCKET_SHIFT)[:, None]
         return items.reshape(-1, size)
 
 
@@ -100,10 +104,14 @@ class BucketEvalOrder:
         rank: int,
         world_size: int,
     ) -> None:
-        self.num_rows, self.batch_size = len(bucket_of), batch_size
-        buckets = range(int(bucket_of.max(initial=0)) + 1)
-        self.members = [np.flatnonzero(bucket_of == bucket) for bucket in buckets]
-        self.parts = [EvalOrder(len(rows), batch_size, rank, world_size) for rows in self.members]
+        self.num_rows = len(bucket_of)
+        self.batch_size = batch_size
+        self.members: list[np.ndarray] = []
+        self.parts: list[EvalOrder] = []
+        for bucket in range(int(bucket_of.max(initial=0)) + 1):
+            rows = np.flatnonzero(bucket_of == bucket)
+            self.members.append(rows)
+            self.parts.append(EvalOrder(len(rows), batch_size, rank, world_size))
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))

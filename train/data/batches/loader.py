@@ -76,11 +76,13 @@ class Swapper:
         pivot = pivot.astype(np.int64)
         is_whole = (pivot > 2) & (pivot < seq_len - 1)  # neither segment is empty
         has_order = same_document.astype(bool) & is_whole
-        swaps = has_order & (hash_uniform(self.seed, epochs, rows, 0, ORDER) < 0.5)
+        drawn = hash_uniform(self.seed, epochs, rows, 0, ORDER)
+        swaps = has_order & (drawn < 0.5)
         source = np.where(swaps[:, None], swapped(pivot, seq_len), np.arange(seq_len))
         labels = np.where(has_order, swaps, IGNORE_INDEX).astype(np.int64)
         pivots = np.where(swaps, seq_len + 1 - pivot, pivot)
-        return np.take_along_axis(tokens, source, 1), pivots, labels
+        moved = np.take_along_axis(tokens, source, 1)
+        return moved, pivots, labels
 
 
 def swapped(pivot: np.ndarray, seq_len: int) -> np.ndarray:
@@ -136,18 +138,23 @@ class MaskedRows:
         masked = [self.masker(*micro_batch) for micro_batch in micro_batches]
         labels = np.stack([each.labels for each in masked])
         labels[is_padding] = IGNORE_INDEX
-        segments = np.arange(tokens.shape[-1]) >= pivot[..., None]
-        inputs = {
-            "input_ids": torch.from_numpy(np.stack([each.input_ids for each in masked])),
-            "token_type_ids": torch.from_numpy(segments.astype(np.int64)),
-            "positions": torch.from_numpy(np.stack([each.positions for each in masked])),
-            "labels": torch.from_numpy(labels),
+        seq_len = tokens.shape[-1]
+        segments = np.arange(seq_len) >= pivot[..., None]
+        arrays = {
+            "input_ids": np.stack([each.input_ids for each in masked]),
+            "token_type_ids": segments.astype(np.int64),
+            "positions": np.stack([each.positions for each in masked]),
+            "labels": labels,
         }
         if order is not None:
-            inputs["order"] = torch.from_numpy(np.where(is_padding, IGNORE_INDEX, order))
-        tokens_each = (~is_padding).sum(1) * tokens.shape[-1]
+            arrays["order"] = np.where(is_padding, IGNORE_INDEX, order)
+        num_tokens = (~is_padding).sum(1) * seq_len
         count = (labels != IGNORE_INDEX).sum((1, 2))
-        return {"inputs": inputs, "count": count.tolist(), "tokens": tokens_each.tolist()}
+        return {
+            "inputs": {name: torch.from_numpy(array) for name, array in arrays.items()},
+            "count": count.tolist(),
+            "tokens": num_tokens.tolist(),
+        }
 
     def sequences(
         self, epochs: np.ndarray, rows: np.ndarray
@@ -179,7 +186,12 @@ class MultiBatch(Dataset[Batch]):
         try:
             return self.dataset.draw(np.stack(micro_batches))
         except Exception as error:
-            return {"inputs": {}, "count": [], "tokens": [], "failure": error}
+            return {
+                "inputs": {},
+                "count": [],
+                "tokens": [],
+                "failure": error,
+            }
 
 
 def failure_of(batches: Iterable[Batch]) -> Exception | None:
@@ -206,8 +218,8 @@ class Batches:
             what = f"data.num_workers={num_workers}: the rank reads its data itself, since {fault}"
             warn_once("loader", what)
             num_workers = 0
-        num_drawn = min(MULTI_BATCH, multi_batch or MULTI_BATCH, MULTI_BATCH_ROWS // batch_size)
-        num_drawn = max(1, num_drawn)
+        limits = (MULTI_BATCH, multi_batch or MULTI_BATCH, MULTI_BATCH_ROWS // batch_size)
+        num_drawn = max(1, min(limits))
         self.groups = batched(order, num_drawn)
         self.dataset = MultiBatch(dataset)
         self.loader: DataLoader[Batch] | None = None
@@ -235,21 +247,30 @@ class Batches:
         if self.loader is not None:
             source = self.loader
         for drawn in source:
-            parts = {name: tensor.unbind(0) for name, tensor in drawn["inputs"].items()}
-            counts = zip(drawn["count"], drawn["tokens"], strict=True)
-            for number, (count, tokens) in enumerate(counts):
-                inputs = {name: tensors[number] for name, tensors in parts.items()}
-                yield {"inputs": inputs, "count": count, "tokens": tokens}
+            names = list(drawn["inputs"])
+            tensors = [tensor.unbind(0) for tensor in drawn["inputs"].values()]
+            micro_batches = zip(drawn["count"], drawn["tokens"], *tensors, strict=True)
+            for count, tokens, *of_batch in micro_batches:
+                inputs = dict(zip(names, of_batch, strict=True))
+                yield {
+                    "inputs": inputs,
+                    "count": count,
+                    "tokens": tokens,
+                }
             if "failure" in drawn:
-                yield {"inputs": {}, "count": 0, "tokens": 0, "failure": drawn["failure"]}
+                yield {
+                    "inputs": {},
+                    "count": 0,
+                    "tokens": 0,
+                    "failure": drawn["failure"],
+                }
                 return
 
 
 def worker_fault() -> str:
     """Return why this machine cannot have loader processes, which need shared memory and sockets; "" if it can."""
     if not SHARED_MEMORY.is_dir() or free_bytes(SHARED_MEMORY) < SHARED_BYTES:
-        has = f"{SHARED_MEMORY} has less than {SHARED_BYTES / 1e9:.2g} GB of free space"
-        return f"{has}; {LARGER}"
+        return f"{SHARED_MEMORY} has less than {SHARED_BYTES / 1e9:.2g} GB of free space; {LARGER}"
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) > MOST_TMPDIR:
         return f"TMPDIR={folder} is longer than {MOST_TMPDIR} bytes, too long for sockets"

@@ -82,13 +82,15 @@ class Masker:
 
         All positions of a run have the priority of one of them.
         """
-        run = at(self._runs(hash_bits(LENGTHS, state=bits)), unit)
+        run_of_unit = self._runs(hash_bits(LENGTHS, state=bits))
+        run = at(run_of_unit, unit)
         priority = at(hash_bits(PRIORITY, state=bits), run)
         return first_in_order(priority, candidate, self.max_predictions + 1)
 
     def _budget(self, candidate: np.ndarray) -> np.ndarray:
         """Return how many tokens are hidden in each sequence, [B, 1]."""
-        wanted = np.rint(candidate.sum(1, keepdims=True) * self.mask_rate).astype(np.int64)
+        num_candidates = candidate.sum(1, keepdims=True)
+        wanted = np.rint(num_candidates * self.mask_rate).astype(np.int64)
         return wanted.clip(1, self.max_predictions)
 
     def _hidden(self, labels: np.ndarray, bits: np.ndarray) -> np.ndarray:
@@ -96,22 +98,25 @@ class Masker:
         kind = hash_uniform(KIND, state=bits)
         number = hash_uniform(REPLACEMENT, state=bits) * len(self.replacements)
         drawn = self.replacements[number.astype(int)]
-        return np.where(kind < 0.8, self.mask_id, np.where(kind < 0.9, drawn, labels))
+        unmasked = np.where(kind < 0.9, drawn, labels)
+        return np.where(kind < 0.8, self.mask_id, unmasked)
 
     def _units(self, tokens: np.ndarray, candidate: np.ndarray) -> np.ndarray:
         """Return the unit (token or word) of each position, [B, S]. Units are numbered from 0 in each sequence."""
         begins = candidate
         if self.words is not None:
-            after = np.ones_like(candidate)
-            after[:, 1:] = ~candidate[:, :-1]
-            begins = candidate & (self.words[tokens] | after)
-        return (np.cumsum(begins, axis=1) - 1).clip(0)
+            follows_special = np.ones_like(candidate)
+            follows_special[:, 1:] = ~candidate[:, :-1]
+            begins = candidate & (self.words[tokens] | follows_special)
+        units = np.cumsum(begins, axis=1) - 1
+        return units.clip(0)
 
     def _runs(self, bits: np.ndarray) -> np.ndarray:
         """Return the run of each unit, [B, units], numbered like the units. A run has n units with p(n) ~ 1/n."""
         weights = 1.0 / np.arange(1, self.max_ngram + 1)
+        shares = np.cumsum(weights / weights.sum())
         lengths = np.ones(bits.shape, np.int64)
-        for share in np.cumsum(weights / weights.sum())[:-1]:
+        for share in shares[:-1]:
             lengths += bits >= np.uint64(share * 2.0**64)
         # 1 in the first unit of each run but run 0; those beyond the last unit share one more column
         num_units = bits.shape[1]
@@ -139,14 +144,18 @@ def whole_words(
     first = order[:, :1]
     last = at(order, budget - 1)
     following = at(order, budget.clip(max=unit.shape[1] - 1))
+    first_word = at(unit, first)
     last_word = at(unit, last)
-    is_cut = (last_word == at(unit, following)) & (last != following) & at(candidate, following)
-    is_alone = is_cut & (at(unit, first) == last_word)
-    used = used & (~is_cut | is_alone | (at(unit, chosen) != last_word))
-    length = ((unit == at(unit, first)) & candidate).sum(1, keepdims=True)
+    goes_on = at(candidate, following) & (at(unit, following) == last_word)
+    is_cut = goes_on & (last != following)
+    is_alone = is_cut & (first_word == last_word)
+    is_whole = at(unit, chosen) != last_word
+    used = used & (~is_cut | is_alone | is_whole)
+    is_in_first = candidate & (unit == first_word)
+    length = is_in_first.sum(1, keepdims=True)
     drawn = hash_uniform(PLACE, state=at(bits, first))
-    moved = np.where(is_alone, drawn * (length - budget + 1), 0).astype(np.int64)
-    return chosen + moved, used
+    moved = np.where(is_alone, drawn * (length - budget + 1), 0)
+    return chosen + moved.astype(np.int64), used
 
 
 def at(values: np.ndarray, columns: np.ndarray) -> np.ndarray:
@@ -162,9 +171,10 @@ def first_in_order(priority: np.ndarray, candidate: np.ndarray, count: int) -> n
     seq_len = priority.shape[1]
     # The low bits become the position, since sorting integers is fast.
     bits = np.uint64((seq_len - 1).bit_length())
-    keys = np.where(candidate, priority, ~np.uint64(0)) >> bits << bits
+    low_bits = (np.uint64(1) << bits) - np.uint64(1)
+    keys = np.where(candidate, priority, ~np.uint64(0)) & ~low_bits
     keys |= np.arange(seq_len, dtype=np.uint64)
     if count < seq_len:
         keys = np.partition(keys, count - 1, axis=1)[:, :count]
     keys.sort(axis=1)
-    return (keys & ((np.uint64(1) << bits) - np.uint64(1))).astype(np.int64)
+    return (keys & low_bits).astype(np.int64)

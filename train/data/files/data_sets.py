@@ -44,9 +44,12 @@ def open_builder(path: str, *, data_files: str | None = None, **options: Any) ->
     with only_own_files(path, data_files) as found:
         builder = datasets.load_dataset_builder(path, data_files=data_files, **options)
     files = {str(file) for part in (builder.config.data_files or {}).values() for file in part}
-    unchecked = f"datasets {datasets.__version__} found files that could not be checked"
     ok = files <= found or builder.name == OWN_CACHE
-    check(ok, f"data set {path}: {unchecked}; install another version")
+    check(
+        ok,
+        f"data set {path}: datasets {datasets.__version__} found files that could not be checked; install another "
+        "version",
+    )
     check_builder(builder, path)
     return builder
 
@@ -81,8 +84,11 @@ def only_own_files(path: str, data_files: str | None) -> Iterator[set[str]]:
     finally:
         library.resolve_pattern = resolve_pattern
         name = "".join(outside[:1])[:SHOWN_CHARS]
-        says = f"data set {path}: its description (README.md) names {name!r}, which is not a file of this data set"
-        check(not outside, f"{says} and is not read; download the files you trust and use those")
+        check(
+            not outside,
+            f"data set {path}: its description (README.md) names {name!r}, which is not a file of this data set and "
+            "is not read; download the files you trust and use those",
+        )
 
 
 def check_descriptions(folder: Path) -> None:
@@ -96,8 +102,10 @@ def check_descriptions(folder: Path) -> None:
 def check_builder(builder: Any, path: str) -> None:
     """Raise InputError unless a builder is listed. Make it raise InputError if it finds columns that are not plain."""
     known = [f"datasets.packaged_modules.{name}.{name}" for name in (*BUILDERS, OWN_CACHE)]
-    unread = f"data set {path} is of the kind {builder.name}, which is not read here; only {', '.join(BUILDERS)} are"
-    check(type(builder).__module__ in known, unread)
+    check(
+        type(builder).__module__ in known,
+        f"data set {path} is of the kind {builder.name}, which is not read here; only {', '.join(BUILDERS)} are",
+    )
     find_splits = builder._split_generators
 
     def splits_of_plain_columns(*args: Any, **kwargs: Any) -> Any:
@@ -114,11 +122,11 @@ def check_plain(builder: Any, path: str) -> None:
     for features in (builder.info.features, getattr(builder.config, "features", None)):
         for column, feature in (features or {}).items():
             other = next((kind for kind in kinds_of(feature) if kind not in PLAIN), None)
-            what = f"data set {path}: column {str(column)[:SHOWN_CHARS]!r} has the type {other}"
-            hint = "save the columns that you need as Parquet, CSV or JSON lines"
             check(
                 other is None,
-                f"{what}; only text, numbers, lists of them and class labels are read; {hint}",
+                f"data set {path}: column {str(column)[:SHOWN_CHARS]!r} has the type {other}; only text, numbers, "
+                "lists of them and class labels are read; save the columns that you need as Parquet, CSV or JSON "
+                "lines",
             )
 
 
@@ -142,7 +150,8 @@ def is_within(path: str, base_path: str, name: str) -> bool:
     """
     if "::" in name or ".." in name.split("/"):
         return False
-    name = name if "://" in name else os.path.join(base_path, name)  # noqa: PTH118 (it may be a URL)
+    if "://" not in name:
+        name = os.path.join(base_path, name)  # noqa: PTH118 (it may be a URL)
     if Path(path).is_dir():
         return "://" not in name and is_inside(Path(name), Path(path))
     commit, _, folder = base_path.removeprefix(f"{HUB_FILES}{path}@").partition("/")

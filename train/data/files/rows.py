@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -114,7 +115,8 @@ def header_of(records: Records, name: str, encoding: str, settings: str) -> list
         raise InputError(f"{name}:{line}: no header: {names}")
     bad = unreadable("".join(names), encoding, settings)
     check(bad is None, f"{name}:{line}: no header: {bad}")
-    twice = sorted({column for column in names if column and names.count(column) > 1})
+    counts = Counter(filter(None, names))
+    twice = sorted(column for column, times in counts.items() if times > 1)
     check(not twice, f"{name}:{line}: two columns are named {shortlist(twice)}; rename one")
     return names
 
@@ -140,8 +142,10 @@ def csv_records(
             if str(error).startswith("field larger"):
                 reason = f"a field of more than {max_field_chars:,} characters"
             is_open = reader.line_num > first_line or str(error) == "unexpected end of data"
-            unclosed = f"{reason}: the field's quote is not closed; {QUOTES}"
-            check(not is_open, f"{name}:{first_line}: {unclosed}")
+            check(
+                not is_open,
+                f"{name}:{first_line}: {reason}: the field's quote is not closed; {QUOTES}",
+            )
             yield first_line, BadRow(reason)
         else:
             if fields:

@@ -133,14 +133,19 @@ def bounded_lines(text: IO[str], name: str, most: int | None = None) -> Iterator
     number = 0
     while line := text.readline(most + 1):
         number += 1
-        is_limit = f"a line of more than {most:,} characters, which is the limit"
-        check(len(line) <= most, f"{name}:{number}: {is_limit}; are line ends missing (fold -s)?")
+        check(
+            len(line) <= most,
+            f"{name}:{number}: a line of more than {most:,} characters, which is the limit; are line ends missing "
+            "(fold -s)?",
+        )
         yield line
 
 
 def bounded_text(text: IO[str], name: str, cure: str) -> str:
     """Return a whole text. Raises InputError, without reading all of it, if it exceeds LONGEST_LINE_CHARS."""
     content = text.read(LONGEST_LINE_CHARS + 1)
-    most = f"{LONGEST_LINE_CHARS:,} characters, which is the limit for a file read as a whole"
-    check(len(content) <= LONGEST_LINE_CHARS, f"{name}: more than {most}; {cure}")
+    check(
+        len(content) <= LONGEST_LINE_CHARS,
+        f"{name}: more than {LONGEST_LINE_CHARS:,} characters, which is the limit for a file read as a whole; {cure}",
+    )
     return content

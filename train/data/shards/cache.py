@@ -110,7 +110,8 @@ class ShardCache:
         limit_bytes = self.limit_bytes()
         if self.part_bytes(order) <= limit_bytes:
             return order.window_shards
-        for_lanes = (limit_bytes - self.eval_bytes(order)) // self.largest_bytes
+        train_bytes = limit_bytes - self.eval_bytes(order)
+        for_lanes = train_bytes // self.largest_bytes
         of_lane = for_lanes // len(order.lanes_here)
         most = (of_lane - cut_shards(order)) // WINDOWS_HELD
         return max(0, min(order.window_shards, most))
@@ -201,8 +202,10 @@ class ShardCache:
         """Raise Unreachable if a shard that is not in the cache will not arrive."""
         state: FetcherState | None = read_json(self.state)
         if state is None or is_gone(state["owner"]):
-            what = "the process that fetches shards on this node is gone; its error is above"
-            raise Unreachable(f"{shard.file} cannot be fetched: {what}")
+            raise Unreachable(
+                f"{shard.file} cannot be fetched: the process that fetches shards on this node is gone; its error is "
+                "above"
+            )
         if shard.file in state["faults"]:
             raise Unreachable(state["faults"][shard.file])
 

@@ -65,8 +65,9 @@ class Downloader:
                 raise Unreachable(damaged(f"{self.source.location}/{shard.file}", fault))
             part.rename(self.cache.folder / shard.file)
         except OSError as error:
-            what = f"{shard.file} cannot be written to {self.cache.folder}: {error.strerror}"
-            raise Unreachable(what) from error
+            raise Unreachable(
+                f"{shard.file} cannot be written to {self.cache.folder}: {error.strerror}"
+            ) from error
 
     def chunks(self, shard: Shard) -> Iterator[bytes]:
         """Yield a shard's content as it arrives. Raises Unreachable if nothing arrives for ATTEMPT_S."""

@@ -32,7 +32,11 @@ from train.storage.schema import (
 )
 
 MAPPED_SHARDS = 8192  # maximum per ShardSet; each is a memory map, of which Linux allows 65,530 (vm.max_map_count)
-STORED_TYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4"}  # safetensors' dtype names, and numpy's
+STORED_TYPES = {
+    "U8": "<u1",
+    "U16": "<u2",
+    "U32": "<u4",
+}  # safetensors' dtype names, and numpy's
 
 
 @dataclass
@@ -48,8 +52,11 @@ class Rows:
 
     @staticmethod
     def concatenate(parts: list[Rows]) -> Rows:
-        tensors = {name: [vars(part)[name] for part in parts] for name in ROW_TENSORS}
-        return Rows(**{name: np.concatenate(each) for name, each in tensors.items()})
+        tensors = {}
+        for name in ROW_TENSORS:
+            of_parts = [getattr(part, name) for part in parts]
+            tensors[name] = np.concatenate(of_parts)
+        return Rows(**tensors)
 
     def __getitem__(self, rows: slice) -> Rows:
         return Rows(**{name: tensor[rows] for name, tensor in vars(self).items()})
@@ -92,12 +99,10 @@ class ShardSet:
         self.maps: dict[int, dict[str, np.ndarray]] = {}
         # Reading ahead helps only if a row's neighbours are still in memory when their turn comes.
         self.reads_ahead = sum(shard.bytes for shard in self.shards) <= total_memory_bytes()
-        self.seq_len = manifest.seq_len
-        self.dtype = np.dtype(manifest.dtype)
         self.vocab_size = manifest.tokenizer.vocab_size
         # The shape and dtype of a row in each tensor.
         self.layout: dict[str, tuple[tuple[int, ...], np.dtype]] = {
-            "tokens": ((self.seq_len,), self.dtype),
+            "tokens": ((manifest.seq_len,), np.dtype(manifest.dtype)),
             "pivot": ((), np.dtype(np.uint16)),
             "same_document": ((), np.dtype(np.uint8)),
         }
@@ -121,18 +126,22 @@ class ShardSet:
             raise IndexError(f"{asked}, but there are {len(self)}")
         shard_of = np.searchsorted(self.first_rows, ascending, "right") - 1
         needed, firsts = np.unique(shard_of, return_index=True)
+        shards = needed.tolist()
         ends = [*firsts[1:], len(numbers)]
-        layouts = [self.layout[name] for name in names]
-        gathered = [np.empty((len(numbers), *shape), dtype) for shape, dtype in layouts]
-        self.open(needed.tolist())
-        for shard, first, end in zip(needed.tolist(), firsts, ends, strict=True):
+        gathered = []
+        for name in names:
+            shape, dtype = self.layout[name]
+            gathered.append(np.empty((len(numbers), *shape), dtype))
+        self.open(shards)
+        for shard, first, end in zip(shards, firsts, ends, strict=True):
             local = ascending[first:end] - self.first_rows[shard]
             tensors = self.tensors(shard)
             for name, values in zip(names, gathered, strict=True):
+                output = values[first:end]
                 # The mode "clip" writes directly to the output; the default mode gathers into a copy first.
-                tensors[name].take(local, 0, values[first:end], "clip")
+                tensors[name].take(local, 0, output, "clip")
                 if name == "tokens":
-                    self.check_tokens(shard, int(values[first:end].max()))
+                    self.check_tokens(shard, int(output.max()))
         position = np.empty_like(order)
         position[order] = np.arange(len(order))
         return [values.take(position, 0) for values in gathered]
@@ -140,9 +149,10 @@ class ShardSet:
     def check_tokens(self, number: int, largest: int) -> None:
         """Raise InputError if the largest token of a shard's rows is not in the vocabulary."""
         if largest >= self.vocab_size:
-            has = f"{self.folder / self.shards[number].file} has token id {largest}"
-            size = f"its vocabulary has {self.vocab_size} tokens"
-            raise InputError(f"{has}, but {size}; prepare again")
+            raise InputError(
+                f"{self.folder / self.shards[number].file} has token id {largest}, but its vocabulary has "
+                f"{self.vocab_size} tokens; prepare again"
+            )
 
     def open(self, numbers: list[int]) -> None:
         """Wait until the shards with these indices are on disk, and mark those already mapped as most recently used."""
@@ -169,14 +179,13 @@ class ShardSet:
         shard = self.shards[number]
         path = self.folder / shard.file
         tensors = map_tensors(path, reads_ahead=self.reads_ahead)
+        found = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         for name, (shape, dtype) in self.layout.items():
             wanted = ((shard.rows, *shape), dtype)
-            if name in tensors:
-                found = (tensors[name].shape, tensors[name].dtype)
-            else:
-                found = None
-            says = f"{path} does not have the {shard.rows} sequences listed in the manifest"
-            check(found == wanted, f"{says}; prepare again")
+            check(
+                found.get(name) == wanted,
+                f"{path} does not have the {shard.rows} sequences listed in the manifest; prepare again",
+            )
         self.maps[number] = tensors
         if len(self.maps) > MAPPED_SHARDS:
             del self.maps[next(iter(self.maps))]
@@ -203,9 +212,11 @@ def map_tensors(path: Path, *, reads_ahead: bool = True) -> dict[str, np.ndarray
             address = ctypes.c_void_p(data.ctypes.data)
             length = ctypes.c_size_t(data.nbytes)
             LIBC.madvise(address, length, mmap.MADV_RANDOM)
+        content = data[first:]
         for name, stored in layout.items():
             begin, end = stored["data_offsets"]
-            values = data[first + begin : first + end].view(STORED_TYPES[stored["dtype"]])
+            dtype = STORED_TYPES[stored["dtype"]]
+            values = content[begin:end].view(dtype)
             tensors[name] = values.reshape(stored["shape"])
     return tensors
 

@@ -121,27 +121,30 @@ def parse_manifest(content: bytes) -> DataManifest:
 def fault_of_manifest(manifest: DataManifest) -> str | None:
     """Return which value of a manifest is impossible; None if all are possible. Types must have been checked."""
     info = manifest.tokenizer
-    if not 1 <= manifest.seq_len <= MAX_SEQ_LEN:
-        return f"seq_len is {manifest.seq_len}, not 1 to {MAX_SEQ_LEN}"
+    seq_len = manifest.seq_len
+    if not 1 <= seq_len <= MAX_SEQ_LEN:
+        return f"seq_len is {seq_len}, not 1 to {MAX_SEQ_LEN}"
     if manifest.dtype not in DTYPES:
         return f"dtype is {shown(manifest.dtype)}, not {' or '.join(DTYPES)}"
+    token_bytes = DTYPES[manifest.dtype]
     if sorted(manifest.splits) != sorted(SPLITS) or not manifest.splits["train"]:
         return f"its splits are not {' and '.join(SPLITS)}, or there is no training shard"
     (file, times), *_ = Counter(shard.file for shard in manifest.shards).most_common()
     if times > 1:
         return f"it lists {file} {times} times"
-    ids = [info.cls_id, info.sep_id, info.mask_id, info.pad_id, *info.special_ids]
-    if not max(ids) < info.vocab_size <= 2 ** (8 * DTYPES[manifest.dtype]):
-        return f"a vocabulary of {info.vocab_size} tokens does not fit ids up to {max(ids)} and dtype {manifest.dtype}"
+    largest = max(info.cls_id, info.sep_id, info.mask_id, info.pad_id, *info.special_ids)
+    if not largest < info.vocab_size <= 2 ** (8 * token_bytes):
+        return f"a vocabulary of {info.vocab_size} tokens does not fit ids up to {largest} and dtype {manifest.dtype}"
     # 3: pivot and same_document
-    row_bytes = manifest.seq_len * DTYPES[manifest.dtype] + 3
+    row_bytes = seq_len * token_bytes + 3
     for shard in manifest.shards:
         if not shard.file.endswith(".safetensors"):
             return f"{shard.file} is not the name of a shard, NAME.safetensors"
         if shard.rows < 1:
             return f"{shard.file} has no sequences"
-        if not 8 < shard.bytes - shard.rows * row_bytes <= MAX_HEADER_BYTES:
-            return f"{shard.file}: {shard.rows} sequences of {manifest.seq_len} tokens cannot have {shard.bytes} bytes"
+        header_bytes = shard.bytes - shard.rows * row_bytes
+        if not 8 < header_bytes <= MAX_HEADER_BYTES:
+            return f"{shard.file}: {shard.rows} sequences of {seq_len} tokens cannot have {shard.bytes} bytes"
     return None
 
 
@@ -157,7 +160,15 @@ def check_files(folder: Path, manifest: DataManifest, *, checksums: bool) -> Non
     """Raise InputError if a shard's length (with `checksums` also its sha256) or the tokenizer's sha256 is wrong."""
     entries = {shard.file: shard.entry for shard in manifest.shards}
     check_entries(folder, entries, checksums=checksums)
-    tokenizer = folder / TOKENIZER_FILE
-    check(tokenizer.is_file(), f"{tokenizer} is missing; prepare the data again")
-    says = "is not the tokenizer that made the shards; put the original back or prepare the data again"
-    check(sha256_file(tokenizer) == manifest.tokenizer.sha256, f"{tokenizer} {says}")
+    fault = fault_of_tokenizer(folder, manifest)
+    check(fault is None, f"{fault}; put the original back or prepare the data again")
+
+
+def fault_of_tokenizer(folder: Path, manifest: DataManifest) -> str | None:
+    """Return what is wrong with the tokenizer in a prepared folder; None if it made the shards."""
+    path = folder / TOKENIZER_FILE
+    if not path.is_file():
+        return f"{path} is missing"
+    if sha256_file(path) != manifest.tokenizer.sha256:
+        return f"{path} is not the tokenizer that made the shards"
+    return None

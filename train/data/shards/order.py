@@ -38,9 +38,10 @@ LANE_STREAM, SHARD_STREAM, ROW_STREAM = range(2**21, 2**21 + 3)
 
 def lanes_of(global_batch_size: int, most: int) -> int:
     """Return the largest divisor of the global batch that is at most MAX_LANES and `most`, the number of shards."""
-    return next(
-        lanes for lanes in range(min(MAX_LANES, most), 0, -1) if global_batch_size % lanes == 0
-    )
+    lanes = min(MAX_LANES, most)
+    while global_batch_size % lanes:
+        lanes -= 1
+    return lanes
 
 
 def window_of_lane(window_shards: int, lanes: int) -> int:
@@ -56,27 +57,35 @@ def permuted(positions: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.nda
     positions that end outside [0, size): Black and Rogaway, "Ciphers with arbitrary finite domains", 2002,
     https://doi.org/10.1007/3-540-45760-7_9.
     """
-    moved, left = positions.copy(), np.arange(len(positions))
+    moved = positions.copy()
+    left = np.arange(len(positions))
     columns = np.ceil(np.sqrt(size.astype(np.float64))).astype(np.uint64)
-    half = np.uint64(32)
     with np.errstate(over="ignore"):
         while len(left):
-            wide, bits = columns[left], key[left]
+            wide = columns[left]
+            keys = key[left]
             tall = (size[left] + wide - np.uint64(1)) // wide
-            line, column = moved[left] // wide, moved[left] % wide
+            line = moved[left] // wide
+            column = moved[left] % wide
             for number in range(ROUNDS):
-                fixed, modulus = (line, wide) if number % 2 == 0 else (column, tall)
-                drawn = hash_bits(fixed, state=bits + np.uint64(number)) >> half
-                offset = (drawn * modulus) >> half
+                bits = keys + np.uint64(number)
                 if number % 2 == 0:
-                    column = column + offset
-                    column = np.where(column >= wide, column - wide, column)
+                    column = shifted(column, line, wide, bits)
                 else:
-                    line = line + offset
-                    line = np.where(line >= tall, line - tall, line)
+                    line = shifted(line, column, tall, bits)
             moved[left] = line * wide + column
             left = left[moved[left] >= size[left]]
     return moved
+
+
+def shifted(
+    values: np.ndarray, others: np.ndarray, size: np.ndarray, bits: np.ndarray
+) -> np.ndarray:
+    """Add to `values` random numbers that depend on `others` and `bits`, modulo `size`."""
+    half = np.uint64(32)
+    drawn = hash_bits(others, state=bits) >> half
+    sums = values + ((drawn * size) >> half)
+    return np.where(sums >= size, sums - size, sums)
 
 
 def window_sizes(num_pieces: int, most: int, epoch: int) -> list[int]:
@@ -93,23 +102,30 @@ class Lanes:
     """The lanes of a data set. A piece is the part of a shard that is in one lane, nearly always the whole shard."""
 
     def __init__(self, shard_rows: Sequence[int], number: int, *, seed: int) -> None:
-        self.number, self.seed = number, seed
+        self.number = number
+        self.seed = seed
         counts = np.asarray(shard_rows, np.int64)
-        shards = np.argsort(hash_bits(seed, LANE_STREAM, np.arange(len(counts))), kind="stable")
-        self.num_rows, ends = int(counts.sum()), np.cumsum(counts[shards])
+        bits = hash_bits(seed, LANE_STREAM, np.arange(len(counts)))
+        shards = np.argsort(bits, kind="stable")
+        ends = np.cumsum(counts[shards])
+        begins = ends - counts[shards]
+        self.num_rows = int(counts.sum())
         # each lane's first row, then the number of rows
         self.starts = np.arange(number + 1) * self.num_rows // number
         cuts = np.unique(np.concatenate([[0], ends, self.starts]))
+        first_rows = cuts[:-1]  # of each piece, in the random order
         self.piece_rows = np.diff(cuts)
-        nth = np.searchsorted(ends, cuts[:-1], side="right")
+        nth = np.searchsorted(ends, first_rows, side="right")
         self.piece_shards = shards[nth]
-        in_shard = cuts[:-1] - (ends - counts[shards])[nth]
-        self.piece_firsts = (np.cumsum(counts) - counts)[self.piece_shards] + in_shard
-        self.piece_lanes = np.searchsorted(self.starts, cuts[:-1], side="right") - 1
+        first_of_shards = np.cumsum(counts) - counts
+        in_shard = first_rows - begins[nth]
+        self.piece_firsts = first_of_shards[self.piece_shards] + in_shard
+        self.piece_lanes = np.searchsorted(self.starts, first_rows, side="right") - 1
 
     def shards_of(self, lanes: Sequence[int]) -> list[int]:
         """Return the indices of the shards with a piece in these lanes, ascending."""
-        return np.unique(self.piece_shards[np.isin(self.piece_lanes, lanes)]).tolist()
+        is_in = np.isin(self.piece_lanes, lanes)
+        return np.unique(self.piece_shards[is_in]).tolist()
 
 
 class EpochOrder:
@@ -128,21 +144,23 @@ class EpochOrder:
         sizes: list[int] = []
         for num_pieces in np.bincount(lane).tolist():
             sizes += window_sizes(num_pieces, window_shards, epoch)
-        self.piece_windows = np.repeat(np.arange(len(sizes)), sizes)
-        first_pieces = np.cumsum([0, *sizes])
-        self.window_starts = self.piece_starts[first_pieces[:-1]]
-        self.window_ends = self.piece_ends[first_pieces[1:] - 1]
-        self.window_lanes = lane[first_pieces[:-1]]
-        self.window_keys = hash_bits(lanes.seed, ROW_STREAM, epoch, np.arange(len(sizes)))
+        windows = np.arange(len(sizes))
+        self.piece_windows = np.repeat(windows, sizes)
+        last_pieces = np.cumsum(sizes) - 1
+        first_pieces = last_pieces + 1 - sizes
+        self.window_starts = self.piece_starts[first_pieces]
+        self.window_ends = self.piece_ends[last_pieces]
+        self.window_lanes = lane[first_pieces]
+        self.window_keys = hash_bits(lanes.seed, ROW_STREAM, epoch, windows)
 
     def rows(self, first_step: int, last_step: int, indices: np.ndarray) -> np.ndarray:
         """Return [steps, n] int64: the sequences with these `indices` [n] in the batches [first_step, last_step)."""
         lane, number = np.divmod(indices, self.each)
         steps = np.arange(first_step, last_step)[:, None]
         # as if nothing were shuffled
-        unshuffled = self.lanes.starts[lane] + number + steps * self.each
-        shape = unshuffled.shape
-        unshuffled = unshuffled.ravel()
+        in_lane = number + steps * self.each
+        grid = self.lanes.starts[lane] + in_lane
+        unshuffled = grid.ravel()
         window = np.searchsorted(self.window_starts, unshuffled, side="right") - 1
         starts = self.window_starts[window]
         sizes = (self.window_ends[window] - starts).astype(np.uint64)
@@ -151,7 +169,8 @@ class EpochOrder:
         shuffled = moved.astype(np.int64) + starts
         piece = np.searchsorted(self.piece_ends, shuffled, side="right")
         first_rows = self.lanes.piece_firsts[self.pieces[piece]]
-        return (first_rows + shuffled - self.piece_starts[piece]).reshape(shape)
+        in_piece = shuffled - self.piece_starts[piece]
+        return (first_rows + in_piece).reshape(grid.shape)
 
     def shards_from(self, step: int, lanes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Return the shards of the windows that `step` reads in these lanes, and of later windows (in order of use)."""
@@ -159,13 +178,15 @@ class EpochOrder:
         lane_starts = self.lanes.starts[self.window_lanes]
         begins = self.window_starts - lane_starts
         ends = self.window_ends - lane_starts
-        is_left = np.isin(self.window_lanes, lanes) & (ends > step * self.each)
-        is_now = is_left & (begins < (step + 1) * self.each)
+        first_row = step * self.each
+        is_left = np.isin(self.window_lanes, lanes) & (ends > first_row)
+        is_now = is_left & (begins < first_row + self.each)
         is_later = is_left & ~is_now
         shards = self.lanes.piece_shards[self.pieces]
-        later = np.flatnonzero(is_later[self.piece_windows])
-        in_order = np.argsort(begins[self.piece_windows][later], kind="stable")
-        return shards[is_now[self.piece_windows]], shards[later[in_order]]
+        windows = self.piece_windows
+        later = np.flatnonzero(is_later[windows])
+        in_order = np.argsort(begins[windows][later], kind="stable")
+        return shards[is_now[windows]], shards[later[in_order]]
 
 
 class ShardSampler:
@@ -195,7 +216,6 @@ class ShardSampler:
         `eval_shards`: the validation shards that the machine reads; None: all.
         """
         self.shard_rows = list(shard_rows)
-        self.seed = seed
         self.global_batch_size = global_batch_size
         self.world_size = world_size
         self.rows = sum(shard_rows)
@@ -225,14 +245,14 @@ class ShardSampler:
         times = sum(self.shard_rows[shard] for part in parts for shard in part) / self.rows
         if times <= MOST_FETCHED:
             return None
-        lanes, batch, shards = self.lanes.number, self.global_batch_size, len(self.shard_rows)
+        lanes = self.lanes.number
+        batch = self.global_batch_size
+        shards = len(self.shard_rows)
         why = f"their parts of a batch of {batch:,} do not match its {lanes} lanes of shards"
         cure = f"use a number of machines that divides {lanes}"
         if shards < 2 * MAX_LANES:
-            why, cure = (
-                f"{shards} shards are few for {lanes} lanes",
-                "prepare more and smaller ones (rows_per_shard)",
-            )
+            why = f"{shards} shards are few for {lanes} lanes"
+            cure = "prepare more and smaller ones (rows_per_shard)"
         elif batch % MAX_LANES:
             cure = f"make global_batch_size a multiple of {MAX_LANES}"
         return f"{len(machines)} machines fetch {times:.2f} times the training data in all, because {why}; {cure}"
@@ -248,8 +268,12 @@ class ShardSampler:
         return divmod(self.consumed_rows // self.global_batch_size, self.steps)
 
     def epoch_order(self, epoch: int) -> EpochOrder:
-        how = {"batch_size": self.global_batch_size, "window_shards": self.window_shards}
-        return EpochOrder(self.lanes, epoch=epoch, **how)
+        return EpochOrder(
+            self.lanes,
+            batch_size=self.global_batch_size,
+            window_shards=self.window_shards,
+            epoch=epoch,
+        )
 
     def micro_batches(self, size: int) -> Iterator[np.ndarray]:
         """Yield this rank's micro batches forever, starting after `consumed_rows`: [size] items, epoch * rows + row."""
@@ -275,9 +299,10 @@ class ShardSampler:
         """
         epoch, step = self.position
         order = self.epoch_order(epoch)
+        next_order = self.epoch_order(epoch + 1)
         now, later = order.shards_from(step, self.lanes_here)
         now = self.by_need(now, order, step)
-        following = self.epoch_order(epoch + 1).shards_from(0, self.lanes_here)
+        following = next_order.shards_from(0, self.lanes_here)
         return now, np.concatenate([later, *following])
 
     def by_need(self, shards: np.ndarray, order: EpochOrder, step: int) -> np.ndarray:
@@ -285,11 +310,13 @@ class ShardSampler:
 
         All ranks draw their first rows at the same time.
         """
-        indices = np.stack([self.indices_of(rank) for rank in self.machine_ranks], axis=1)
+        of_ranks = [self.indices_of(rank) for rank in self.machine_ranks]
+        indices = np.stack(of_ranks, axis=1).ravel()
         last = min(step + STEPS_AHEAD, self.steps)
-        rows = order.rows(step, last, indices.ravel()).ravel()
+        rows = order.rows(step, last, indices).ravel()
         needed = np.searchsorted(np.cumsum(self.shard_rows), rows, side="right")
-        both = np.append(needed[np.isin(needed, shards)], shards)
+        is_asked = np.isin(needed, shards)
+        both = np.append(needed[is_asked], shards)
         _, first = np.unique(both, return_index=True)
         return both[np.sort(first)]
 
@@ -317,11 +344,16 @@ def eval_shards(
     the report.
     """
     # A rank without a part reads row 0: see MaskedRows.last_item.
-    own = [eval_part(len(sample), rank, world_size) or range(1) for rank in ranks]
-    parts = [sample[part.start : part.stop] for part in own]
+    parts = []
+    for rank in ranks:
+        own = eval_part(len(sample), rank, world_size) or range(1)
+        of_rank = sample[own.start : own.stop]
+        parts.append(of_rank)
     if 0 in ranks:
-        parts.append(sample[spread(len(sample), num_shown)])
-    shards = np.searchsorted(np.cumsum(shard_rows), np.concatenate(parts), side="right")
+        shown = spread(len(sample), num_shown)
+        parts.append(sample[shown])
+    rows = np.concatenate(parts)
+    shards = np.searchsorted(np.cumsum(shard_rows), rows, side="right")
     return np.unique(shards).tolist()
 
 
@@ -357,7 +389,8 @@ class EvalOrder:
 
         `shares`: each rank's results in the order of its batches, [len(self) * batch_size, ...].
         """
-        parts = (eval_part(self.rows, rank, self.world_size) for rank in range(self.world_size))
-        return np.concatenate(
-            [share[: len(part)] for share, part in zip(shares, parts, strict=True)]
-        )
+        results = []
+        for rank, share in enumerate(shares):
+            part = eval_part(self.rows, rank, self.world_size)
+            results.append(share[: len(part)])
+        return np.concatenate(results)

@@ -26,7 +26,6 @@ from multiprocessing.connection import Connection
 from threading import Condition, Thread
 from typing import TYPE_CHECKING, NoReturn
 
-import numpy as np
 from tqdm import tqdm
 
 from train.config import S3Config, Unreachable
@@ -198,12 +197,19 @@ class Fetcher:
         """Log how many of the wanted shards are in the cache, from time to time until all are."""
         ready = [shard for shard in wanted if shard.file in there]
         is_whole = len(ready) == len(wanted)
-        is_due = time.monotonic() - self.reported_s >= REPORT_EVERY_S
+        now_s = time.monotonic()
+        is_due = now_s - self.reported_s >= REPORT_EVERY_S
         if is_due and not (is_whole and self.was_whole):
-            self.reported_s = time.monotonic()
+            self.reported_s = now_s
             self.was_whole = is_whole
-            counts = (len(ready), len(wanted), self.cache.folder, size_of(ready), size_of(wanted))
-            logger.info("shards: %d of %d in %s, %s of %s", *counts)
+            logger.info(
+                "shards: %d of %d in %s, %s of %s",
+                len(ready),
+                len(wanted),
+                self.cache.folder,
+                size_of(ready),
+                size_of(wanted),
+            )
 
 
 def size_of(shards: Iterable[Shard]) -> str:
@@ -212,11 +218,16 @@ def size_of(shards: Iterable[Shard]) -> str:
 
 def wanted_shards(manifest: DataManifest, sampler: ShardSampler, limit_bytes: int) -> list[Shard]:
     """Return the shards needed after `sampler.consumed_rows`, in the order of use, up to `limit_bytes` in all."""
-    shards = [*manifest.splits["train"], *held_out(manifest, sampler)]
+    train = manifest.splits["train"]
     now, later = sampler.upcoming_shards()
-    numbers = np.concatenate([now, np.arange(len(sampler.shard_rows), len(shards)), later])
-    distinct, first = np.unique(numbers, return_index=True)
-    numbers = distinct[np.argsort(first)]
-    size_bytes = np.cumsum([shards[number].bytes for number in numbers])
-    most = np.searchsorted(size_bytes, limit_bytes, side="right")
-    return [shards[number] for number in numbers[:most]]
+    in_order = [train[number] for number in now]
+    in_order += held_out(manifest, sampler)
+    in_order += [train[number] for number in later]
+    wanted = []
+    size_bytes = 0
+    for shard in dict.fromkeys(in_order):
+        size_bytes += shard.bytes
+        if size_bytes > limit_bytes:
+            break
+        wanted.append(shard)
+    return wanted

@@ -147,4 +147,13 @@ def bring_tokenizer(source: Folder, folder: Path, manifest: DataManifest) -> Non
                 continue
         fault = "is not the tokenizer that made the shards"
         advice = "put the original back or prepare the data again"
-        write_atomic(path, read_verified(source, name, sha256, fault=fault, advice=advice))
+        write_atomic(
+            path,
+            read_verified(
+                source,
+                name,
+                sha256,
+                fault=fault,
+                advice=advice,
+            ),
+        )

@@ -90,8 +90,10 @@ class PyDocs:
     most_parts = 1  # the text has only a few MB
 
     def __init__(self, cfg: CorpusConfig) -> None:
-        only = "corpus=pydocs is one corpus without a validation part: leave out corpus.weights and corpus.validation"
-        check(cfg.weights is None and cfg.validation is None, only)
+        check(
+            cfg.weights is None and cfg.validation is None,
+            "corpus=pydocs is one corpus without a validation part: leave out corpus.weights and corpus.validation",
+        )
         self.root = Path(sysconfig.get_path("stdlib"))
         tops = [path for path in self.root.iterdir() if path.name not in SKIPPED]
         found = [path for top in tops for path in (top, *top.rglob("*.py"))]

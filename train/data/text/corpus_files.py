@@ -6,7 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain, dropwhile, takewhile
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import IO
 
@@ -71,15 +71,20 @@ class FilesCorpus(ABC):
         self.pieces: list[tuple[Reading, Path]] = []
         for reading in readings(cfg.weights, cfg.sources):
             self.pieces += [(reading, path) for path in self.found[reading.corpus]]
-        for place in [] if cfg.validation is None else paths_of(cfg.validation):
+        validation = []
+        if cfg.validation is not None:
+            validation = paths_of(cfg.validation)
+        for place in validation:
             files = find_files(place, self.suffixes, "corpus.validation")
             self.places.append(place)
             self.found.append(files)
             self.pieces += [(OF_VALIDATION, path) for path in files]
         self.remarks = list(map(files_line, self.places, self.found))
         self.listings = [listing(files) for files in self.found]
-        sizes = [size for rows in self.listings for _, size, _ in rows]
-        self.sizes = dict(zip(chain(*self.found), sizes, strict=True))
+        self.sizes: dict[Path, int] = {}
+        for files, rows in zip(self.found, self.listings, strict=True):
+            for path, (_, size, _) in zip(files, rows, strict=True):
+                self.sizes[path] = size
 
     @property
     def total_bytes(self) -> int:
@@ -289,14 +294,17 @@ class Parquet(FilesCorpus):
         with open_parquet(path) as file:
             check_column(name, file.schema_arrow.names, str(path))
             kind = str(file.schema_arrow.field(name).type)
-            says = f"{path}: column {name} is {kind}; set corpus.column to a text column"
-            check(kind.startswith(STRING_TYPES), says)
-            sizes = []
-            for number in range(file.metadata.num_row_groups):
+            check(
+                kind.startswith(STRING_TYPES),
+                f"{path}: column {name} is {kind}; set corpus.column to a text column",
+            )
+            sizes = [0] * file.metadata.num_row_groups
+            for number in range(len(sizes)):
                 group = file.metadata.row_group(number)
-                columns = [group.column(index) for index in range(group.num_columns)]
-                of_text = [each for each in columns if each.path_in_schema == name]
-                sizes.append(sum(each.total_uncompressed_size for each in of_text))
+                for index in range(group.num_columns):
+                    column = group.column(index)
+                    if column.path_in_schema == name:
+                        sizes[number] += column.total_uncompressed_size
         return sizes
 
     def read(self, path: Path, first: int, last: int) -> Iterator[tuple[str, int]]:

@@ -32,8 +32,11 @@ OF_VALIDATION = Reading(is_validation=True)
 def readings(weights: list[int] | None, sources: list[str]) -> list[Reading]:
     """Return the readings of each corpus according to corpus.weights. Raises InputError unless each has a weight."""
     given = weights or [1] * len(sources)
-    says = f"has {len(given)} numbers, but {len(sources)} corpora are given: {shortlist(sources)}"
-    check(len(given) == len(sources), f"corpus.weights={weights} {says}; set one for each")
+    check(
+        len(given) == len(sources),
+        f"corpus.weights={weights} has {len(given)} numbers, but {len(sources)} corpora are given: "
+        f"{shortlist(sources)}; set one for each",
+    )
     found = []
     for number, weight in enumerate(given):
         found += [Reading(number, copy) for copy in range(weight)]
@@ -85,16 +88,16 @@ def clean(text: str) -> str:
 
 def check_column(column: str, columns: Iterable[str], where: str) -> None:
     if column not in columns:
-        there = f"the columns are: {columns_shown(columns)}"
-        raise InputError(f"{where}: no column={column}; {there}")
+        raise InputError(f"{where}: no column={column}; the columns are: {columns_shown(columns)}")
 
 
 def text_of(row: dict[str, Any], column: str, where: str) -> str:
     check_column(column, row, where)
     value = row[column]
     if not isinstance(value, str):
-        what = f"{str(value)[:40]} ({type(value).__name__})"
-        raise InputError(f"{where}: column {column} holds {what}, not a string")
+        raise InputError(
+            f"{where}: column {column} holds {str(value)[:40]} ({type(value).__name__}), not a string"
+        )
     return value
 
 

@@ -56,18 +56,11 @@ def id_dtype(vocab_size: int) -> np.dtype:
 
 def take_ends(tokenizer: PreTrainedTokenizerFast) -> None:
     """Use bos_token and eos_token as cls_token and sep_token if it has only these, and puts them around a text."""
-    ids = tokenizer.backend_tokenizer.encode("a").ids or [None]
-    for name, other, found in (
-        ("cls_token", "bos_token", ids[0]),
-        ("sep_token", "eos_token", ids[-1]),
-    ):
-        token = getattr(tokenizer, other)
-        if (
-            getattr(tokenizer, name) is None
-            and token is not None
-            and tokenizer.convert_tokens_to_ids(token) == found
-        ):
-            setattr(tokenizer, name, token)
+    tokens = tokenizer.backend_tokenizer.encode("a").tokens or [None]
+    if tokenizer.cls_token is None and tokenizer.bos_token == tokens[0]:
+        tokenizer.cls_token = tokens[0]
+    if tokenizer.sep_token is None and tokenizer.eos_token == tokens[-1]:
+        tokenizer.sep_token = tokens[-1]
 
 
 @dataclass(frozen=True)
@@ -83,8 +76,9 @@ def starts_of(tokenizer: Tokenizer) -> np.ndarray:
     True for all pieces if none is spelt so, as in a vocabulary of whole words.
     """
     pieces = [tokenizer.id_to_token(i) or "" for i in range(tokenizer.get_vocab_size())]
-    if any(piece.startswith("##") for piece in pieces):
-        return np.array([not piece.startswith("##") for piece in pieces])
+    continues = np.array([piece.startswith("##") for piece in pieces])
+    if continues.any():
+        return ~continues
     starts = np.array([piece.startswith(("▁", "Ġ")) for piece in pieces])
     return starts | ~starts.any()
 

@@ -16,7 +16,8 @@ def unigram_entropy(counts: np.ndarray, info: TokenizerInfo) -> float:
     """Return the entropy of token counts [vocab] in nats per token, without special tokens, which are never masked."""
     predicted = np.delete(counts, info.special_ids)
     share = predicted[predicted > 0] / max(1, predicted.sum())
-    return round(float(-(share * np.log(share)).sum()), 6)
+    entropy = -(share * np.log(share)).sum()
+    return round(float(entropy), 6)
 
 
 def neighbour_accuracy(
@@ -27,23 +28,32 @@ def neighbour_accuracy(
     The table predicts the token that is most frequent in training data between the same two tokens, else after the same
     token, else anywhere. It sees both neighbours, even where a model would see a mask.
     """
-    left, token, right = neighbours(first_tokens(folder, splits["train"][0]), info)
-    before, truth, after = neighbours(first_tokens(folder, splits["validation"][0]), info)
+    train = first_tokens(folder, splits["train"][0])
+    validation = first_tokens(folder, splits["validation"][0])
+    left, token, right = neighbours(train, info)
+    before, truth, after = neighbours(validation, info)
     if not len(truth) or not len(token):
         return 0.0
     size = info.vocab_size
-    guess = np.full(len(truth), np.bincount(token, minlength=1).argmax())
-    for keys, wanted in ((left, before), (left * size + right, before * size + after)):
+    guess = np.full(len(truth), np.bincount(token).argmax())
+    both = left * size + right
+    wanted_both = before * size + after
+    for keys, wanted in ((left, before), (both, wanted_both)):
         known, best = most_frequent(keys, token, size)
         place = np.searchsorted(known, wanted).clip(max=len(known) - 1)
-        guess = np.where(known[place] == wanted, best[place], guess)
-    return round(float((guess == truth).mean()), 6)
+        is_known = known[place] == wanted
+        guess = np.where(is_known, best[place], guess)
+    share = float((guess == truth).mean())
+    return round(share, 6)
 
 
 def neighbours(rows: np.ndarray, info: TokenizerInfo) -> list[np.ndarray]:
     """Return, for each token of `rows` that is not special: the token before it, itself, and the token after it."""
-    kept = ~np.isin(rows[:, 1:-1], info.special_ids)
-    return [part[kept] for part in (rows[:, :-2], rows[:, 1:-1], rows[:, 2:])]
+    left = rows[:, :-2]
+    token = rows[:, 1:-1]
+    right = rows[:, 2:]
+    kept = ~np.isin(token, info.special_ids)
+    return [left[kept], token[kept], right[kept]]
 
 
 def first_tokens(folder: Folder, shard: Shard) -> np.ndarray:
@@ -59,5 +69,6 @@ def most_frequent(
     pairs, counts = np.unique(keys * vocab_size + tokens, return_counts=True)
     order = np.lexsort((-pairs, counts, pairs // vocab_size))
     pairs = pairs[order]
-    last = np.flatnonzero(np.diff(pairs // vocab_size, append=-1))
-    return pairs[last] // vocab_size, pairs[last] % vocab_size
+    is_last = np.diff(pairs // vocab_size, append=-1) != 0
+    best = pairs[is_last]
+    return best // vocab_size, best % vocab_size

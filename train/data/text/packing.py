@@ -70,9 +70,11 @@ class Packer:
         place = np.searchsorted(ends, middle)
         before = np.concatenate([[-far], ends])[place]
         after = np.concatenate([ends, [far]])[place]
-        cuts = np.where(middle - before <= after - middle, before, after) - first
+        is_before = middle - before <= after - middle
+        cuts = np.where(is_before, before, after) - first
         at_end = (cuts > 0) & (cuts < length)
-        return first, np.where(at_end, cuts, -1), at_end, position
+        cuts = np.where(at_end, cuts, -1)
+        return first, cuts, at_end, position
 
     def _assemble(
         self, stream: np.ndarray, starts: np.ndarray, cuts: np.ndarray, at_end: np.ndarray
@@ -84,19 +86,25 @@ class Packer:
             return Rows(tokens, np.empty(0, np.uint16), np.empty(0, np.uint8))
         # Positions of text tokens and the middle [SEP], from the start of A.
         offset = np.arange(length + 1)
-        text = stream[np.minimum(starts[:, None] + offset, len(stream) - 1)]
+        places = starts[:, None] + offset
+        text = stream[np.minimum(places, len(stream) - 1)]
         rows = self.next_row + np.arange(num_rows)
         shares = hash_uniform(self.seed, rows[:, None], 0)[:, 0]
         drawn = 1 + (shares * (length - 1)).astype(np.int64)
-        is_start = self.word_start[text] & (offset >= drawn[:, None]) & (offset < length)
+        is_start = self.word_start[text]
+        is_start &= offset >= drawn[:, None]
+        is_start &= offset < length
         drawn = np.where(is_start.any(1), is_start.argmax(1), drawn)
         cuts = np.where(at_end, cuts, drawn)
         # In a sequence without a document end, the middle [SEP] is inserted, so the tokens after it move by one.
-        moved = (offset > cuts[:, None]) & ~at_end[:, None]
-        body = stream[starts[:, None] + offset - moved]
+        is_inserted = ~at_end[:, None]
+        moved = is_inserted & (offset > cuts[:, None])
+        body = stream[places - moved]
         body[np.arange(num_rows), cuts] = self.sep_id
         tokens[:, 0] = self.cls_id
         tokens[:, 1:-1] = body
         tokens[:, -1] = self.sep_id
         self.next_row += num_rows
-        return Rows(tokens, (cuts + 2).astype(np.uint16), (~at_end).astype(np.uint8))
+        pivot = (cuts + 2).astype(np.uint16)
+        same_document = (~at_end).astype(np.uint8)
+        return Rows(tokens, pivot, same_document)

@@ -25,6 +25,7 @@ from train.storage.schema import read_object, record
 SHARD_BYTES = 64 * 2**20  # the size of a shard unless rows_per_shard is set
 # The distance between the first sequence indices of two parts, so that their random cuts differ.
 ROWS_APART = 2**40
+READS = "the tokenizer reads the corpus"
 STATE_NAMES = "part-"  # prefix of the files with the parts' states
 # A larger corpus is not read twice to measure it: random choice is precise enough.
 MOST_WEIGHED_CHARS = 64 * 2**20
@@ -85,9 +86,10 @@ def choose_held_out(corpus: Corpus, fraction: float, seed: int) -> HeldOut:
         if total > MOST_WEIGHED_CHARS:
             return HeldOut(seed, fraction)
     found.sort()
+    limits = [*(number for number, _ in found), 1.0]
     sums = np.cumsum([0, *(size for _, size in found)])
     count = int(np.abs(sums - fraction * total).argmin())
-    return HeldOut(seed, found[count][0] if count < len(found) else 1.0)
+    return HeldOut(seed, limits[count])
 
 
 def label(part: CorpusPart) -> str:
@@ -127,8 +129,10 @@ def read_state(folder: Folder, part: CorpusPart, identity: str) -> PartState | N
     path = f"{folder.location}/{name}"
     with naming(f"{path} is damaged", (), "; remove it and prepare the part again"):
         state: PartState = record(PartState, read_object(content))
-    says = f"{path} is from a preparation with other settings; choose another output"
-    check(state.identity == identity, says)
+    check(
+        state.identity == identity,
+        f"{path} is from a preparation with other settings; choose another output",
+    )
     return state
 
 
@@ -193,7 +197,10 @@ class Preparation:
         self.token_counts = np.zeros(info.vocab_size, np.int64)  # [vocab], in the training split
 
     def add(self, chunk: Encoded) -> None:
-        """Pack a chunk, and write each shard that is then full."""
+        """Pack a chunk, and write each shard that is then full.
+
+        Raises InputError if too many of the tokens so far are unknown.
+        """
         split_of = [self.held_out.split_of(document) for document in chunk.documents]
         self.count(chunk)
         for split in SPLITS:
@@ -207,7 +214,7 @@ class Preparation:
                 # Pairs are sequences for sentence-order prediction: both segments are from one document.
                 self.done["validation_pairs"] += int(rows.same_document.sum())
             if sum(map(len, self.pending[split])) >= self.rows_per_shard:
-                self.check_unknown()
+                unknown_share(self.done["unknown_tokens"], self.done["tokens"], READS)
                 self.write_shards(split)
 
     def count(self, chunk: Encoded) -> None:
@@ -217,11 +224,6 @@ class Preparation:
         done["tokens"] += len(chunk.tokens)
         if self.vocabulary.unk_id is not None:
             done["unknown_tokens"] += int((chunk.tokens == self.vocabulary.unk_id).sum())
-
-    def check_unknown(self) -> None:
-        """Raise InputError if too many of the tokens so far are unknown."""
-        done = self.done
-        unknown_share(done["unknown_tokens"], done["tokens"], "the tokenizer reads the corpus")
 
     def write_shards(self, split: str, *, finished: bool = False) -> None:
         """Write the pending sequences that fill whole shards, or all of them if `finished`."""
@@ -271,13 +273,14 @@ def merge(
     counts: dict[str, float] = {}
     for name in next(iter(states.values())).done:
         counts[name] = sum(state.done[name] for state in states.values())
-    unknown_share(counts["unknown_tokens"], counts["tokens"], "the tokenizer reads the corpus")
+    unknown_share(counts["unknown_tokens"], counts["tokens"], READS)
     for split in SPLITS:
         if not splits[split]:
             tokens = sum(state.left[split] for state in states.values())
-            hint = "add text, raise validation_fraction or lower seq_len"
-            what = f"the {split} split has {tokens} tokens, less than one sequence of {seq_len}"
-            raise InputError(f"{what}; {hint}")
+            raise InputError(
+                f"the {split} split has {tokens} tokens, less than one sequence of {seq_len}; add text, raise "
+                "validation_fraction or lower seq_len"
+            )
     token_counts = np.sum([state.token_counts for state in states.values()], 0)
     counts["unigram_entropy"] = unigram_entropy(token_counts, info)
     counts["neighbour_accuracy"] = neighbour_accuracy(folder, splits, info)
@@ -298,8 +301,10 @@ def check_one_tokenizer(folder: Folder, states: dict[CorpusPart, PartState]) -> 
     """Raise InputError, which names the parts, unless the folder's tokenizer made all of them."""
     sha256 = sha256_bytes(folder.read("tokenizer/tokenizer.json"))
     other = [f"part {part}" for part, state in states.items() if state.tokenizer.sha256 != sha256]
-    says = f"another tokenizer made {shortlist(other)}; prepare all again"
-    check(not other, f"{folder.location}: {says}")
+    check(
+        not other,
+        f"{folder.location}: another tokenizer made {shortlist(other)}; prepare all again",
+    )
 
 
 def finished_states(folder: Folder, num_parts: int, identity: str) -> dict[CorpusPart, PartState]:
@@ -315,8 +320,9 @@ def finished_states(folder: Folder, num_parts: int, identity: str) -> dict[Corpu
             states[part] = state
     if missing:
         what = shortlist(f"part {part}" for part in missing)
-        how = f"part={missing[0]} continues the first"
-        raise InputError(f"{folder.location}: not finished: {what}; {how}")
+        raise InputError(
+            f"{folder.location}: not finished: {what}; part={missing[0]} continues the first"
+        )
     return states
 
 

@@ -49,8 +49,9 @@ def prepare_in_processes(
         for done in as_completed([pool.submit(prepare_here, part) for part in parts]):
             report(done.result())
     except BrokenProcessPool:
-        how = "a process was killed (out of memory?)"
-        raise Failure(f"{how}; the same command resumes the preparation") from None
+        raise Failure(
+            "a process was killed (out of memory?); the same command resumes the preparation"
+        ) from None
     finally:
         for process in set(multiprocessing.active_children()).difference(others):
             process.kill()

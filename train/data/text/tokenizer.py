@@ -151,8 +151,9 @@ def train_tokenizer(
         if failures:
             raise failures[0] from None
         why = str(error).rpartition("] ")[2].strip() or "it is empty"
-        says = f"tokenizer.vocab_size={vocab_size}: no tokenizer can be made from this text"
-        raise InputError(f"{says}: {why}") from error
+        raise InputError(
+            f"tokenizer.vocab_size={vocab_size}: no tokenizer can be made from this text: {why}"
+        ) from error
     return fast_tokenizer(model.getvalue(), rule)
 
 
@@ -235,8 +236,10 @@ def load_tokenizer(
     take_ends(tokenizer)
     for name in needs:
         says = f"tokenizer {source} has no {name}, which the model needs"
-        cure = "name one of its tokens in its tokenizer_config.json"
-        check(getattr(tokenizer, name) is not None, f"{says}; {cure}")
+        check(
+            getattr(tokenizer, name) is not None,
+            f"{says}; name one of its tokens in its tokenizer_config.json",
+        )
     unknown = tokenizer.backend_tokenizer.encode(UNUSUAL, add_special_tokens=False).ids
     says = f"tokenizer {source} leaves out characters that it does not know; choose one with an unknown token"
     check(bool(unknown) or not needs, says)
@@ -257,8 +260,10 @@ def read_tokenizer(source: str) -> Any:
             check_folder(folder)
             config = tokenizer_config(source, folder)
             has_pieces = any(path.is_file() for pattern in PIECES for path in folder.glob(pattern))
-            no_pieces = "it has no tokenizer.json or vocabulary file"
-            check(has_pieces, f"tokenizer {source} cannot be loaded: {no_pieces}")
+            check(
+                has_pieces,
+                f"tokenizer {source} cannot be loaded: it has no tokenizer.json or vocabulary file",
+            )
             if (folder / "tokenizer.json").is_file():
                 try_tokenizer(folder)
             return AutoTokenizer.from_pretrained(
@@ -284,10 +289,10 @@ def check_ids(source: str, tokenizer: PreTrainedTokenizerFast) -> None:
     for given in (("",), ("", "")):
         ids = tokenizer.backend_tokenizer.encode(*given).ids  # tokens that its post-processor adds
         added = max(ids, default=0)
-        says = (
-            f"tokenizer {source} adds a token with id {added}, but its pieces' ids end at {last}"
+        check(
+            added <= last,
+            f"tokenizer {source} adds a token with id {added}, but its pieces' ids end at {last}",
         )
-        check(added <= last, says)
 
 
 def tokenizer_config(source: str, folder: Path) -> PreTrainedConfig:
@@ -309,8 +314,11 @@ def tokenizer_config(source: str, folder: Path) -> PreTrainedConfig:
         for variant in (str(name), base, f"{name}Fast"):  # transformers tries all of these names
             found: Any = tokenizer_class_from_name(variant)
             is_fast = isinstance(found, type) and issubclass(found, PreTrainedTokenizerFast)
-            says = f"tokenizer {source} is not a fast one ({name}): only a fast one knows which characters a token"
-            check(found is None or is_fast, f"{says} is from; choose one (tokenizer.json)")
+            check(
+                found is None or is_fast,
+                f"tokenizer {source} is not a fast one ({name}): only a fast one knows which characters a token is "
+                "from; choose one (tokenizer.json)",
+            )
     return config
 
 

@@ -34,13 +34,15 @@ def normalised(text: str) -> str:
 
 def f1_of(given: str, wanted: str, *, v2: bool = False) -> float:
     """Return F1 over the words of two answers. It is 0 if one is empty; in v2 it is 1 if both are empty."""
-    mine, theirs = normalised(given).split(), normalised(wanted).split()
+    mine = normalised(given).split()
+    theirs = normalised(wanted).split()
     if v2 and not (mine and theirs):
         return float(mine == theirs)
     same = (Counter(mine) & Counter(theirs)).total()
     if not same:
         return 0.0
-    precision, recall = same / len(mine), same / len(theirs)
+    precision = same / len(mine)
+    recall = same / len(theirs)
     return 2 * precision * recall / (precision + recall)
 
 
@@ -75,22 +77,33 @@ class WindowScores:
     @staticmethod
     def of(statistics: np.ndarray, context_first: int, offsets: np.ndarray) -> WindowScores:
         """Return a window from [1 + 4 * k]: null score, k start scores, their tokens, k end scores, their tokens."""
-        start_scores, starts, end_scores, ends = statistics[1:].astype(np.float64).reshape(4, -1)
-        starts, ends = starts.astype(np.int64), ends.astype(np.int64)
+        parts = statistics[1:].astype(np.float64).reshape(4, -1)
+        start_scores, starts, end_scores, ends = parts
         return WindowScores(
-            float(statistics[0]), start_scores, starts, end_scores, ends, context_first, offsets
+            null_score=float(statistics[0]),
+            start_scores=start_scores,
+            starts=starts.astype(np.int64),
+            end_scores=end_scores,
+            ends=ends.astype(np.int64),
+            context_first=context_first,
+            offsets=offsets,
         )
 
     def best(self, n_best: int, max_answer_tokens: int) -> list[tuple[float, int, int]]:
         """Return (score, begin, end) of the `n_best` spans with the highest scores; [begin, end) are characters."""
-        tokens = self.ends[None, :] - self.starts[:, None] + 1
-        is_context = (self.start_scores > LOWEST)[:, None] & (self.end_scores > LOWEST)[None, :]
-        start, end = np.nonzero(is_context & (tokens >= 1) & (tokens <= max_answer_tokens))
+        # all pairs of a start and an end, [k, k]
+        tokens = self.ends - self.starts[:, None] + 1
+        is_start = self.start_scores > LOWEST
+        is_end = self.end_scores > LOWEST
+        is_span = (tokens >= 1) & (tokens <= max_answer_tokens)
+        start, end = np.nonzero(is_span & is_start[:, None] & is_end)
         scores = self.start_scores[start] + self.end_scores[end]
         order = np.argsort(-scores, kind="stable")[:n_best]
-        begins = self.offsets[self.starts[start[order]] - self.context_first, 0]
-        stops = self.offsets[self.ends[end[order]] - self.context_first, 1]
-        return list(zip(scores[order].tolist(), begins.tolist(), stops.tolist(), strict=True))
+        first_tokens = self.starts[start[order]] - self.context_first
+        last_tokens = self.ends[end[order]] - self.context_first
+        begins = self.offsets[first_tokens, 0].tolist()
+        stops = self.offsets[last_tokens, 1].tolist()
+        return list(zip(scores[order].tolist(), begins, stops, strict=True))
 
 
 @dataclass(frozen=True)
@@ -138,7 +151,12 @@ class Answers:
         shares = np.exp(scores - scores.max())
         shares = (shares / shares.sum()).tolist()
         return [
-            {"text": span.text, "probability": share, "score": span.score, "begin": span.begin}
+            {
+                "text": span.text,
+                "probability": share,
+                "score": span.score,
+                "begin": span.begin,
+            }
             for span, share in zip(spans, shares, strict=True)
         ]
 
@@ -147,16 +165,20 @@ def read(
     windows: Sequence[WindowScores], context: str, *, n_best: int, max_answer_tokens: int
 ) -> Answers:
     """Return the best spans of all windows of a context. A span in two windows counts once, with its higher score."""
-    candidates = [span for window in windows for span in window.best(n_best, max_answer_tokens)]
+    candidates = []
+    for window in windows:
+        candidates += window.best(n_best, max_answer_tokens)
+    candidates.sort(key=lambda span: -span[0])
     spans: dict[tuple[int, int], Span] = {}
-    for value, begin, end in sorted(candidates, key=lambda span: -span[0]):
+    for value, begin, end in candidates:
         text = context[begin:end].lstrip()  # tokens may include the space before a word
         begin = end - len(text)
         if text:
             spans.setdefault((begin, end), Span(text.rstrip(), value, begin))
         if len(spans) == n_best:
             break
-    return Answers(list(spans.values()), min(window.null_score for window in windows))
+    null_score = min(window.null_score for window in windows)
+    return Answers(list(spans.values()), null_score)
 
 
 # ---- all questions -------------------------------------------------------------------------------------------------
@@ -173,12 +195,16 @@ def best_threshold(
     `scores` [questions] are the scores of the best spans, 0 to 1. A question with neither answer nor span scores 1.
     """
     order = np.argsort(null_odds, kind="stable")
-    odds, gains = null_odds[order], (scores - ~has_answer)[order]  # gains over giving no answer
-    totals = np.where(np.append(odds[1:] != odds[:-1], True), np.cumsum(gains), -np.inf)
+    odds = null_odds[order]
+    gains = (scores - ~has_answer)[order]  # over giving no answer
+    is_last_of_equal = np.append(odds[1:] != odds[:-1], True)
+    totals = np.where(is_last_of_equal, np.cumsum(gains), -np.inf)
     best = int(totals.argmax())
     if totals[best] <= 0:
-        return min(0.0, float(np.nextafter(odds[0], -np.inf))), 100.0 * float((~has_answer).mean())
-    return float(odds[best]), 100.0 * float((~has_answer).sum() + totals[best]) / len(scores)
+        below_all = float(np.nextafter(odds[0], -np.inf))
+        return min(0.0, below_all), mean_percent(~has_answer)
+    right = float((~has_answer).sum() + totals[best])
+    return float(odds[best]), 100.0 * right / len(scores)
 
 
 def evaluate(
@@ -192,8 +218,9 @@ def evaluate(
     too.
     """
     is_v2 = threshold is not None
-    pairs = zip(predicted, wanted, strict=True)
-    scores = [score(each.best, answers, v2=is_v2) for each, answers in pairs]
+    scores = []
+    for each, answers in zip(predicted, wanted, strict=True):
+        scores.append(score(each.best, answers, v2=is_v2))
     exact, f1 = np.array(scores).T
     if threshold is None:
         return {"exact_match": mean_percent(exact), "f1": mean_percent(f1)}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -65,22 +66,24 @@ def answered(
     rows: np.ndarray, features: Dataset, examples: Dataset, task: QAConfig
 ) -> Iterator[Answered]:
     """Yield each question of `features` in order, with its answers from statistics [windows, 2 + 4 * k]."""
-    owners, context_first = column(features, "row"), column(features, "context_first").tolist()
+    owners = column(features, "row")
+    context_first = column(features, "context_first").tolist()
     offsets = Lists(features.with_format("arrow")[:].column("offsets"))
     bounds = np.flatnonzero(np.diff(owners, prepend=-1, append=-1)).tolist()
     asked = examples.select(owners[bounds[:-1]])
-    for example, first, stop in zip(asked, bounds[:-1], bounds[1:], strict=True):
-        window_offsets = offsets.take(np.arange(first, stop))
-        windows = [
-            spans.WindowScores.of(rows[row, 1:], context_first[row], pairs.reshape(-1, 2))
-            for row, pairs in zip(range(first, stop), window_offsets, strict=True)
-        ]
+    for example, (first, stop) in zip(asked, pairwise(bounds), strict=True):
+        windows = []
+        for row, of_window in enumerate(offsets.take(np.arange(first, stop)), first):
+            pairs = of_window.reshape(-1, 2)
+            windows.append(spans.WindowScores.of(rows[row, 1:], context_first[row], pairs))
         predicted = spans.read(
-            windows, example["context"], n_best=N_BEST, max_answer_tokens=task.max_answer_tokens
+            windows,
+            example["context"],
+            n_best=N_BEST,
+            max_answer_tokens=task.max_answer_tokens,
         )
-        yield Answered(
-            example["id"], list(example.get("answers", {"text": []})["text"]), predicted
-        )
+        wanted = example.get("answers", {"text": []})["text"]
+        yield Answered(example["id"], list(wanted), predicted)
 
 
 # ---- the task ------------------------------------------------------------------------------------------------------
@@ -164,18 +167,25 @@ class QuestionAnswering(TextTask):
             else:
                 score = one.predicted.null_score
             n_best = one.predicted.n_best(v2=self.threshold is not None)
-            yield {"id": one.id, "answer": answer, "score": score, "n_best": n_best}
+            yield {
+                "id": one.id,
+                "answer": answer,
+                "score": score,
+                "n_best": n_best,
+            }
 
     def sample(self, row: Entry, prediction: Entry) -> Sample:
-        wanted, given = row["answers"], prediction["answer"]
+        wanted = row["answers"]
+        given = prediction["answer"]
         spans_by_rank = sorted(prediction["n_best"], key=lambda span: span["text"] != given)
-        guesses = [
-            Guess(excerpt(span["text"]), span["probability"])
-            for span in spans_by_rank[:MOST_GUESSES]
-        ]
-        truth, at = "", spans_by_rank[0]["begin"]
+        guesses = []
+        for span in spans_by_rank[:MOST_GUESSES]:
+            guesses.append(Guess(excerpt(span["text"]), span["probability"]))
+        truth = ""
+        at = spans_by_rank[0]["begin"]
         if wanted["text"]:
-            truth, at = wanted["text"][0], wanted["answer_start"][0]
-        f1 = spans.score(given, wanted["text"], v2=self.threshold is not None)[1]
+            truth = wanted["text"][0]
+            at = wanted["answer_start"][0]
+        _, f1 = spans.score(given, wanted["text"], v2=self.threshold is not None)
         answer = Answer(excerpt(truth), guesses, f1)
         return Sample(excerpt(row["question"]), [answer], excerpt(row["context"], at))

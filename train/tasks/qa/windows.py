@@ -119,16 +119,16 @@ class QAFeaturizer(Featurizer):
 
     def window(self, encoding: Encoding, answer: dict[str, list]) -> dict[str, Any]:
         sequences = encoding.sequence_ids  # RoBERTa has no token_type_ids
+        first = 0
         if 1 in sequences:
             first = sequences.index(1)
-        else:
-            first = 0
         end = first + sequences.count(1)
         offsets = np.array(encoding.offsets[first:end], np.int32).reshape(-1, 2)
-        start, stop = 0, 0
+        start = stop = 0
         if answer["text"]:
             begin = answer["answer_start"][0]
-            start, stop = answer_tokens(begin, begin + len(answer["text"][0]), offsets, first)
+            behind = begin + len(answer["text"][0])
+            start, stop = answer_tokens(begin, behind, offsets, first)
         return {
             "start": start,
             "end": stop,
@@ -152,9 +152,12 @@ class QAFeaturizer(Featurizer):
 
     def cut(self, question: str) -> str:
         # The shortened text may be split differently, into more tokens.
-        while len((encoding := self.pieces([question])[0]).ids) > self.most:
-            question = question[: min(encoding.offsets[self.most - 1][1], len(question) - 1)]
-        return question
+        while True:
+            (encoding,) = self.pieces([question])
+            if len(encoding.ids) <= self.most:
+                return question
+            end = encoding.offsets[self.most - 1][1]
+            question = question[: min(end, len(question) - 1)]
 
     def pieces(self, texts: list[str]) -> list[Encoding]:
         encoded = self.tokenizer(

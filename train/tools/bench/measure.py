@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-import logging
-import tempfile
 import time
 import timeit
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from train import loop
-from train.config import Failure, HubConfig, InputError, TelemetryConfig, TrainConfig, plural
+from train.config import Failure, HubConfig, TelemetryConfig, TrainConfig, plural
 from train.config.attempt import BestConfig
 from train.config.train import EarlyStopConfig
-from train.entry import leave_at_once
 from train.machine.console import say
 from train.machine.environment import environment
 from train.machine.launched import launched
@@ -25,55 +24,34 @@ from train.machine.memory import own_peak_bytes
 from train.observe.metrics import Recorder
 from train.parallel.backend import peak_device_bytes
 from train.parallel.backends import Backend
-from train.parallel.ranks import AGREED
 from train.run import compose as cli
 from train.run.attempt import OutOfMemory
-from train.run.stopping import StoppedEarly, StopRequest
+from train.run.stopping import StopRequest
 from train.storage.atomic_io import write_atomic
 from train.storage.folders import local_path
+from train.tools.alone import temporary_run
 from train.tools.bench.config import BenchConfig
 from train.tools.bench.speeds import Peak, TimedSteps, speeds, table
 
-logger = logging.getLogger("train")
 MEASURED = "measured"  # the reason why the run stops
 # n of the n x n matrices that are multiplied to measure the peak
-SIZES = (
-    512,
-    1024,
-    2048,
-    4096,
-    8192,
-)
+SIZES = (512, 1024, 2048, 4096, 8192)
 LONG_ENOUGH_S = 0.05  # If a product takes more seconds than this, larger matrices would not reach a higher speed.
 REPEATS = 8
 
 
 def run(cfg: BenchConfig, settings: Sequence[str]) -> int:
     """Measure a run. Rank 0 prints the figures and writes them to cfg.output. Every rank must call this."""
-    launch = launched()
     try:
-        with (
-            tempfile.TemporaryDirectory(
-                prefix="baretrain-bench-", ignore_cleanup_errors=True
-            ) as folder,
-            StopRequest() as stop,
-        ):
+        with temporary_run("bench") as (folder, stop):
             meter = Meter(cfg, stop)
             reason, step = loop.run(short_run(cfg, folder), stop, on_line=meter.on_line)
-    except InputError:
-        raise
-    except Exception as error:
-        if isinstance(error, OutOfMemory):
-            write(cfg, {"kind": error.kind, "reason": str(error)})
-        elif isinstance(error, (StoppedEarly, *AGREED)):
-            raise Failure(f"nothing was measured: {error}") from error
-        if launch.world_size > 1:  # Other ranks may wait for this one forever, so end the job.
-            logger.exception("rank %d: %s", launch.rank, error)
-            leave_at_once(cli.FAILED)
+    except OutOfMemory as error:
+        write(cfg, {"kind": error.kind, "reason": str(error)})
         raise
     if reason != MEASURED:
         raise Failure(f"nothing was measured: stopped on {reason} at step {step}")
-    if launch.rank == 0:
+    if launched().rank == 0:
         say(*table(meter.result).splitlines())
         write(cfg, {**meter.result, "settings": list(settings)})
     return cli.DONE
@@ -94,9 +72,8 @@ def short_run(cfg: BenchConfig, folder: str) -> TrainConfig:
     return replace(
         cfg,
         run_dir=folder,
-        max_steps=max(
-            cfg.max_steps or 0, enough
-        ),  # The learning rate schedule depends on max_steps.
+        # The learning rate schedule depends on max_steps.
+        max_steps=max(cfg.max_steps or 0, enough),
         max_examples=None,
         max_epochs=None,
         max_run_s=None,
@@ -201,23 +178,19 @@ def matmul_flops_per_s(backend: Backend) -> tuple[float, int]:
 
     The product uses the run's precision and number of threads, and this rank's device.
     """
-    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
-        backend.precision.partition("_")[0], torch.float32
-    )
-
-    def least_s(size: int) -> float:
-        left, right = (torch.rand(size, size).to(backend.device, kind) for _ in range(2))
-        # Reading the maximum of the product waits until the device has computed it.
-        return min(
-            timeit.repeat(
-                lambda: backend.to_host([(left @ right).amax()]), number=1, repeat=REPEATS
-            )
-        )
-
+    name = backend.precision.partition("_")[0]
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
     best = (0.0, 0)
     for size in SIZES:
-        took_s = least_s(size)
+        left, right = (torch.rand(size, size).to(backend.device, kind) for _ in range(2))
+        product = partial(largest_of_product, backend, left, right)
+        took_s = min(timeit.repeat(product, number=1, repeat=REPEATS))
         best = max(best, (2 * size**3 / took_s, size))
         if took_s > LONG_ENOUGH_S:
             break
     return best
+
+
+def largest_of_product(backend: Backend, left: Tensor, right: Tensor) -> None:
+    """Multiply two matrices, and read the maximum, which waits until the device has computed it."""
+    backend.to_host([(left @ right).amax()])
