@@ -2,7 +2,7 @@
 
 plain: steps are not recorded, and torch's DDP reduces. lying: the replays of rank 1 differ from its plain steps.
 unused: the model has a parameter without gradient. unlabelled: some batches of rank 1 have no labels. full: rank 1 runs
-out of memory in a step that has sent nothing. late: it does so after it has sent gradients. refusing: rank 1 must
+out of memory in a step that has sent nothing. late: it does so after it has sent gradients. unable: rank 1 must
 record, and cannot.
 """
 
@@ -35,8 +35,8 @@ patch = pytest.MonkeyPatch()
 
 
 def recording(record: Any, graphs: Any, function: Any, inputs: Any) -> Any:
-    if RANK == 1 and "refusing" in WAYS:
-        raise RuntimeError("refused")
+    if RANK == 1 and "unable" in WAYS:
+        raise RuntimeError("not recorded")
     replay = record(graphs, function, inputs)
     parts.setdefault(function.__name__, []).append(len(replay.__self__.parts))
     if RANK == 0 or "lying" not in WAYS:
@@ -75,7 +75,7 @@ def skip_on_device() -> None:
     def open_as_gpu(self: Any, cfg: Any, **options: Any) -> None:
         opened(self, cfg, **options)
         self.skips_on_device = True
-        self.must_capture = "refusing" in WAYS
+        self.must_capture = "unable" in WAYS
 
     patch.setattr(ddp.DDP, "__init__", open_as_gpu)
 

@@ -130,6 +130,6 @@ def test_a_rank_without_memory_that_has_sent_gradients_ends_the_run(trained):
 
 @pytest.mark.slow
 def test_a_rank_that_must_record_and_cannot_ends_the_run_on_all_ranks(trained):
-    *_, stderr = trained("refusing", "micro_batch_size=4", code=1)
+    *_, stderr = trained("unable", "micro_batch_size=4", code=1)
     line = "error: backend.cuda_graphs=true, but the update cannot run as a CUDA graph"
     assert stderr.count(line) == 1 and "exitcode  : 2" in stderr

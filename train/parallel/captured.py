@@ -282,7 +282,7 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Recording:
-    """What replays a step, and the tensors that it reads."""
+    """A recorded step: the call that replays it, and the tensors that it reads."""
 
     held: Inputs
     replay: Callable[[], object]
