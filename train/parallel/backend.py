@@ -207,6 +207,11 @@ def all_reduce_flat(
     """Return the sums of tensors over the ranks of a group, computed by a single all-reduce."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     dist.all_reduce(flat, group=group)
+    return split_like(flat, tensors)
+
+
+def split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Split `flat` into views with the shapes of `tensors`, in the same order."""
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
