@@ -109,8 +109,8 @@ class Featurizer(ABC):
         masks = [encoding.special_tokens_mask for encoding in encodings]
         tokens = np.fromiter(chain.from_iterable(ids), np.int32)
         is_special = np.fromiter(chain.from_iterable(masks), bool)
-        unknown = np.count_nonzero(tokens == self.tokenizer.unk_token_id)
-        text_tokens = np.count_nonzero(~is_special)
+        unknown = int((tokens == self.tokenizer.unk_token_id).sum())
+        text_tokens = int((~is_special).sum())
         self.count(split, unknown_tokens=unknown, text_tokens=text_tokens)
         is_reserved = np.isin(tokens, list(self.stand_ins))
         if (is_reserved & ~is_special).any():

@@ -113,7 +113,7 @@ def chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def reads_words(form: dict[str, Any]) -> bool:
-    """Return whether a tokenizer (the content of tokenizer.json) gives each word, between spaces, the ids it has alone.
+    """Return whether each word of a text, between spaces, has the ids that it has alone. `form`: as in tokenizer.json.
 
     False for forms that are not known to do so. Known are BERT's, and that of tokenizers trained here.
     """
