@@ -52,6 +52,7 @@ COMMANDS = {
 
 COMPLETION = "--completion"
 QUIET = "--quiet"
+OF_FILES = {"corpus=text", "corpus=jsonl", "corpus=csv", "corpus=parquet", "corpus=pydocs"}
 ON_RANKS = ("train", "finetune", "bench", "evaluate")  # torchrun may start these
 
 
@@ -110,8 +111,23 @@ def baretrain() -> int:
     train.begin()
     # child processes import nothing from the current folder
     os.environ.setdefault("PYTHONSAFEPATH", "1")
+    return in_own_process()
+
+
+def in_own_process() -> int:
+    """Run the program in a process that does nothing else."""
+    if sys.argv[1:2] == ["prepare"] and not OF_FILES.isdisjoint(sys.argv):
+        leave_out_torch()
     return main()
 
 
+def leave_out_torch() -> None:
+    """Keep transformers from importing torch, which takes a second and which no tokenizer needs."""
+    # `datasets`, which reads other corpora, imports torch if it finds this entry
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    # transformers would say that there are no models
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(in_own_process())

@@ -2,12 +2,15 @@
 
 import os
 import shutil
+import subprocess
+import sys
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
 import numpy as np
 import pytest
+from datasets import Dataset
 from rejections import rejects
 from running import SEQ_LEN, prepare_config, prepare_here
 from tokenizers import Tokenizer
@@ -234,3 +237,33 @@ def test_another_preparation_and_somebody_elses_folder_are_left_alone(prepared, 
 def test_a_claim_of_another_making_is_one_line(tmp_path, corpus, content):
     (tmp_path / "source.json").write_text(content)
     assert "source.json is damaged: " in rejected(tmp_path, corpus)
+
+
+WITHOUT_TORCH = """
+import sys
+from train.__main__ import baretrain
+code = baretrain()
+assert "torch._C" not in sys.modules and "transformers" in sys.modules
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_the_command_imports_no_torch_for_a_corpus_of_files(prepared, tmp_path, kind):
+    path = tmp_path / f"corpus.{kind}"
+    rows = Dataset.from_dict({"text": [f"a text, number {number}" for number in range(200)]})
+    write = {"jsonl": rows.to_json, "parquet": rows.to_parquet}[kind]
+    write(path)
+    settings = {
+        "corpus": kind,
+        "corpus.path": path,
+        "tokenizer.pretrained": prepared / "tokenizer",
+        "output": tmp_path / "shards",
+        "seq_len": 16,
+    }
+    words = [f"{key}={value}" for key, value in settings.items()]
+    command = [sys.executable, "-c", WITHOUT_TORCH, "prepare", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "PyTorch" not in done.stdout + done.stderr
+    assert read_manifest(tmp_path / "shards").rows("train") > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -103,15 +104,21 @@ class Featurizer(ABC):
         self, split: str, encodings: Sequence[Encoding], rows: Sequence[int]
     ) -> dict[str, list]:
         """Return the columns TOKENS for encodings of the rows at indices `rows`, and count unknown tokens."""
-        unknown = sum(encoding.ids.count(self.tokenizer.unk_token_id) for encoding in encodings)
-        text_tokens = sum(
-            len(encoding.ids) - sum(encoding.special_tokens_mask) for encoding in encodings
-        )
+        # Each access to an attribute of an encoding makes a new list.
+        ids = [encoding.ids for encoding in encodings]
+        masks = [encoding.special_tokens_mask for encoding in encodings]
+        tokens = np.fromiter(chain.from_iterable(ids), np.int32)
+        is_special = np.fromiter(chain.from_iterable(masks), bool)
+        unknown = int((tokens == self.tokenizer.unk_token_id).sum())
+        text_tokens = int((~is_special).sum())
         self.count(split, unknown_tokens=unknown, text_tokens=text_tokens)
+        is_reserved = np.isin(tokens, list(self.stand_ins))
+        if (is_reserved & ~is_special).any():
+            ids = list(map(self.ids, encodings))
         return {
-            "input_ids": [self.ids(encoding) for encoding in encodings],
+            "input_ids": ids,
             "second_at": [second_at(encoding) for encoding in encodings],
-            "length": [len(encoding.ids) for encoding in encodings],
+            "length": list(map(len, ids)),
             "row": list(rows),
         }
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MOST_UNKNOWN = 0.01  # share of unknown tokens above which to warn
 TOO_MANY_UNKNOWN = 0.3  # share of unknown tokens above which to reject
 MOST_CHANGED = 0.01  # maximum share of characters that normalisation may change without a warning
-MOST_SAMPLES, SAMPLED_CHARS = 4096, 256
+MOST_SAMPLES, SAMPLED_CHARS = 1024, 256
 SHOWN_CHARS = 40  # maximum characters of an example in a message
 CURE = (
     "choose a tokenizer that knows the text's characters, or, if the text itself contains its unknown token, such as "

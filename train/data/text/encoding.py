@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -23,6 +24,14 @@ if TYPE_CHECKING:
 # characters passed to the tokenizer at a time, which spreads them over its threads
 CHUNK_CHARS = 2 * 2**20
 CHUNKS_AHEAD = 2  # chunks tokenised while earlier ones are packed
+# Forms of tokenizers in tokenizer.json: what changes a character by itself or with its neighbours in a word, what makes
+# blanks single spaces, and what splits words there.
+LOCAL = {"NFC", "NFKD", "StripAccents", "Lowercase"}
+SINGLE_SPACES = [
+    {"type": "Replace", "pattern": {"Regex": r"\s+"}, "content": " "},
+    {"type": "Strip", "strip_left": True, "strip_right": True},
+]
+METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
 
 
 @dataclass(frozen=True)
@@ -97,11 +106,42 @@ def chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield chunk
 
 
-def encode(documents: list[Document], tokenizer: Tokenizer, is_text: np.ndarray) -> Encoded:
-    """Encode documents. `is_text` [vocab] bool: the pieces to keep."""
-    texts = [document.text for document in documents]
-    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-    ids = [encoding.ids for encoding in encodings]
+def reads_words(form: dict[str, Any]) -> bool:
+    """Return whether each word of a text, between spaces, has the ids that it has alone. `form`: as in tokenizer.json.
+
+    False for forms that are not known to do so. Known are BERT's, and that of tokenizers trained here.
+    """
+    has_phrases = not all(token["special"] for token in form["added_tokens"])
+    rule = form["normalizer"]
+    if has_phrases or rule is None:
+        return False
+    if rule["type"] == "BertNormalizer":
+        return bool(form["pre_tokenizer"] == {"type": "BertPreTokenizer"})
+    steps = rule.get("normalizers", [])
+    kinds = {step["type"] for step in steps[:-2] if "String" not in step.get("pattern", ())}
+    return form["pre_tokenizer"] == METASPACE and steps[-2:] == SINGLE_SPACES and kinds <= LOCAL
+
+
+def words_of(text: str) -> list[str]:
+    """Return the words of a text, which are empty where there are several spaces."""
+    # Metaspace writes a space as ▁. Where the text has that character too, words are not apart.
+    if "▁" in text:
+        return [text]
+    return text.replace("\n", " ").split(" ")
+
+
+def encode(
+    documents: list[Document], tokenizer: Tokenizer, is_text: np.ndarray, *, by_words: bool
+) -> Encoded:
+    """Encode documents. `is_text` [vocab] bool: the pieces to keep. `by_words`: see `reads_words`."""
+    parts = [[document.text] for document in documents]
+    if by_words:
+        parts = [words_of(document.text) for document in documents]
+    # Most words occurred before: each is encoded once.
+    distinct = list(dict.fromkeys(chain.from_iterable(parts)))
+    encodings = tokenizer.encode_batch_fast(distinct, add_special_tokens=False)
+    ids_of = dict(zip(distinct, (encoding.ids for encoding in encodings), strict=True))
+    ids = [list(chain.from_iterable(map(ids_of.__getitem__, words))) for words in parts]
     lengths = np.fromiter(map(len, ids), np.int64, len(ids))
     tokens = np.fromiter(chain.from_iterable(ids), np.int32, lengths.sum())
     keep = is_text[tokens]  # the text "<pad>" may still be encoded as the token
@@ -121,7 +161,8 @@ def encoded(documents: Iterable[Document], vocabulary: Vocabulary) -> Iterator[E
     is_text = np.ones(info.vocab_size, bool)
     # only packing inserts these
     is_text[[info.cls_id, info.sep_id, info.mask_id, info.pad_id]] = False
-    act = partial(encode, tokenizer=tokenizer, is_text=is_text)
+    by_words = reads_words(json.loads(vocabulary.json))
+    act = partial(encode, tokenizer=tokenizer, is_text=is_text, by_words=by_words)
     with ThreadPoolExecutor(1) as pool:
         pending = [pool.submit(act, chunk) for chunk in islice(source, CHUNKS_AHEAD)]
         while pending:
