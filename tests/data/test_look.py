@@ -3,7 +3,8 @@
 import pytest
 
 from tests.rejections import rejects
-from train.data.records.look import columns_of, reading_of
+from train.data.records.columns import columns_of
+from train.data.records.look import reading_of
 
 TEXTS = [f"text number {n}" for n in range(40)]
 

@@ -401,7 +401,7 @@ def test_commands_of_blocks_are_at_most_76_columns_wide() -> None:
         (page, line)
         for page, blocks in BLOCKS.items()
         for block in blocks
-        if block.language in ("bash", "python") and page != "hardware"
+        if block.language in ("bash", "python")
         for line in block.text.splitlines()
         if len(line) > WIDTH and len(shlex.split(line.rstrip("\\"))) > 1
     ]

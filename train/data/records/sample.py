@@ -13,9 +13,9 @@ from train.config import RecordsConfig, S3Config, check
 from train.config.data import is_named
 from train.data.files.errors import BadRow
 from train.data.files.text import start_of
+from train.data.records.columns import Column, columns_of
 from train.data.records.formats import format_of
 from train.data.records.located import local_copy
-from train.data.records.look import Column, columns_of
 from train.data.records.sources import FileSource, layout, open_source, readable_columns
 from train.storage.folders import is_s3, local_path, open_folder, scratch_folder
 
