@@ -42,7 +42,9 @@ class Steps:
 
     def __init__(self, backend: Backend) -> None:
         config = AutoConfig.for_model("bert")
-        model = PaddedEncoder(AutoModelForSequenceClassification.from_config(config))
+        model = PaddedEncoder(
+            AutoModelForSequenceClassification.from_config(config, trust_remote_code=False)
+        )
         self.engine: Engine = build_engine(
             DataParallelConfig(), OptimConfig(), backend, model, loss_of, accumulation=1
         )
