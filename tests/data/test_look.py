@@ -199,6 +199,7 @@ SEEN = {
         "2 labels (rude, toxic)",
     ),
     "lists of bits name nothing": ({"text": TEXTS, "labels": [[0, 1], [1, 0]]}, ""),
+    "nor do those of bits as fractions": ({"text": TEXTS, "labels": [[0.0, 1.0], [1.0, 0.0]]}, ""),
     "spans": ({"text": TEXTS, "spans": SPANS}, "2 types of entities (LOC, PER)"),
     "spans as objects": (
         {"text": TEXTS, "spans": [[{"start": 0, "end": 4, "labels": ["ORG"]}]]},

@@ -12,8 +12,9 @@ from typing import Any
 
 from train.config import InputError, check, plural, shortlist
 from train.data.records.columns import TAG_PREFIX, Column
-from train.data.records.content_checks import BITS, PLAIN_NUMBER, WHOLE, items_of
+from train.data.records.content_checks import BITS, PLAIN_NUMBER, TRUTHS, WHOLE, items_of
 from train.data.records.examples import hint_on
+from train.data.records.row import plain_label
 from train.data.records.spans import span_parts
 
 LABEL_NAMES = ("label", "labels")  # these win over all other names
@@ -161,8 +162,8 @@ def several_in(labels: Sequence[Column]) -> list[str]:
         items = items_in(value)
         if separator is not None:
             items = value.split(separator)
-        found.update(str(item).strip() for item in items)
-    if found <= BITS:  # one for each label
+        found.update(plain_label(str(item).strip()) for item in items)
+    if found <= BITS | TRUTHS:  # one for each label
         return []
     return sorted(found - {""})
 
