@@ -275,7 +275,9 @@ def types_in(tags: Column) -> str:
 
 def type_of(span: Any) -> str:
     """Return the type of the entity that a span names; "" if it is no string."""
-    found = span[-1] if isinstance(span, list) else span_parts(span)[-1]
+    if isinstance(span, dict):
+        span = span_parts(span)
+    found = span[-1] if isinstance(span, list) else None
     return found if isinstance(found, str) else ""
 
 
