@@ -57,3 +57,21 @@ def test_all_ranks_get_the_weights_and_buffers_of_rank_0(monkeypatch):
     model = Transposed()
     BucketSync(model, torch.device("cpu"), World(), compresses=False)
     assert {float(value) for each in model.state_dict().values() for value in each.unique()} == {7}
+
+
+def test_a_bucket_counts_as_sent_as_soon_as_it_is(monkeypatch):
+    """A step that has sent gradients cannot begin again when memory runs out: it would send them twice."""
+    monkeypatch.setattr(dist, "broadcast", lambda tensor, src: None)
+    sync = BucketSync(Transposed(), torch.device("cpu"), World(), compresses=False)
+    sync.buckets = [torch.ones(1), torch.ones(1)]
+    sent = []
+
+    def all_reduce(tensor, **_):
+        if sent:
+            raise torch.OutOfMemoryError("out of memory")
+        sent.append(tensor)
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    with pytest.raises(torch.OutOfMemoryError):
+        sync.send(2)
+    assert sync.num_sent == 1
