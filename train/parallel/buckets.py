@@ -105,7 +105,7 @@ class BucketSync(GradSync):
             if self.compresses:
                 sent = bucket.bfloat16()
             self.sending.append((dist.all_reduce(sent, async_op=True), sent, bucket))
-            self.num_sent += 1  # at once: the next copy may find no memory
+            self.num_sent += 1  # the next copy may find no memory
 
     def reduce(self) -> Tensor:
         if not self.is_built:

@@ -15,7 +15,7 @@ from train.config import InputError, check, plural, shortlist
 from train.data.records.content_checks import BITS, NUMBER, PLAIN_NUMBER, TRUTHS, WHOLE, items_of
 from train.data.records.examples import hint_on
 from train.data.records.row import plain_label
-from train.data.records.spans import span_parts
+from train.data.records.spans import type_of
 
 LABEL_NAMES = ("label", "labels")  # these win over all other names
 LABEL_ENDS = (
@@ -271,14 +271,6 @@ def types_in(tags: Column) -> str:
         return counted(sorted(names), "tag", "tags")
     types = {name[2:] for name in names if TAG_PREFIX.match(name)}
     return counted(sorted(types), "type of entities", "types of entities")
-
-
-def type_of(span: Any) -> str:
-    """Return the type of the entity that a span names; "" if it is no string."""
-    if isinstance(span, dict):
-        span = span_parts(span)
-    found = span[-1] if isinstance(span, list) else None
-    return found if isinstance(found, str) else ""
 
 
 def first_of(names: Iterable[str], columns: Collection[str]) -> str | None:
