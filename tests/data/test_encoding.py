@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 from finetuning import byte_tokenizer, word_tokenizer
-from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from train.data.text.documents import Document
 from train.data.text.encoding import encode, reads_words
@@ -87,3 +87,20 @@ def test_tokenizers_whose_words_depend_on_spaces_get_whole_texts(prepared):
     others = [with_phrase, no_collapse]
     others += [each.backend_tokenizer for each in (byte_tokenizer(), word_tokenizer(["a"]))]
     assert [reads_words(form_of(each)) for each in others] == [False] * 4
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        normalizers.Replace(" ", "_"),
+        normalizers.Replace(" ,", ","),
+        normalizers.Replace("_", "▁"),
+        normalizers.Replace(Regex("a b"), "c"),
+        normalizers.Prepend("a"),
+    ],
+)
+def test_steps_of_a_normalizer_that_reach_over_words_get_whole_texts(prepared, step):
+    tokenizer = Tokenizer.from_file(str(prepared / "tokenizer" / "tokenizer.json"))
+    local = list(tokenizer.normalizer)
+    tokenizer.normalizer = normalizers.Sequence([step, *local])
+    assert not reads_words(form_of(tokenizer))

@@ -205,6 +205,10 @@ SEEN = {
         {"text": TEXTS, "spans": [[{"start": 0, "end": 4, "labels": ["ORG"]}]]},
         "1 type of entities (ORG)",
     ),
+    "spans and a list as text": (
+        {"text": TEXTS, "spans": [[[0, 4, "PER"]], "['label']"]},
+        "1 type of entities (PER)",
+    ),
     "tags": (
         {"tokens": WORDS, "tags": [["B-PER", "O"], ["O", "S-LOC"]]},
         "2 types of entities (LOC, PER)",

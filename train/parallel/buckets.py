@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from train.parallel.backend import split_like
 from train.parallel.grad_sync import GradSync
 from train.parallel.ranks import World
 
@@ -36,7 +35,7 @@ class BucketSync(GradSync):
     def __init__(
         self, model: nn.Module, device: torch.device, world: World, *, compresses: bool
     ) -> None:
-        """Give all ranks the weights of rank 0. With `compresses`, gradients are sent in bf16."""
+        """Give all ranks the weights and buffers of rank 0. With `compresses`, gradients are sent in bf16."""
         super().__init__(model, device)
         self.world = world
         self.compresses = compresses
@@ -51,8 +50,10 @@ class BucketSync(GradSync):
         self.is_built = False
         self.is_last = False
         self.is_held = False
-        for weight in model.parameters():
-            dist.broadcast(weight.detach(), src=0)
+        for tensor in chain(model.parameters(), model.buffers()):
+            sent = tensor.detach().contiguous()  # NCCL sends no others
+            dist.broadcast(sent, src=0)
+            tensor.detach().copy_(sent)
         for number, parameter in enumerate(self.parameters):
             parameter.register_post_accumulate_grad_hook(partial(self.see, number))
 
@@ -104,7 +105,7 @@ class BucketSync(GradSync):
             if self.compresses:
                 sent = bucket.bfloat16()
             self.sending.append((dist.all_reduce(sent, async_op=True), sent, bucket))
-        self.num_sent = max(self.num_sent, until)
+            self.num_sent += 1  # the next copy may find no memory
 
     def reduce(self) -> Tensor:
         if not self.is_built:
@@ -146,7 +147,11 @@ def groups(parameters: Sequence[Tensor], numbers: Iterable[int]) -> list[list[in
 def flatten(parameters: Sequence[Tensor]) -> Tensor:
     """Return a new flat tensor, of which the gradients of these parameters are views from now on."""
     flat = parameters[0].new_zeros(sum(each.numel() for each in parameters))
-    for parameter, view in zip(parameters, split_like(flat, parameters), strict=True):
+    parts = flat.split([each.numel() for each in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
+        # Fused AdamW reads weights and gradients in the order of memory, which must be the same.
+        strides = torch.empty_like(parameter, device="meta").stride()
+        view = part.as_strided(parameter.shape, strides)
         if parameter.grad is not None:
             view.copy_(parameter.grad)
         parameter.grad = view

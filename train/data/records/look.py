@@ -15,7 +15,7 @@ from train.data.records.columns import TAG_PREFIX, Column
 from train.data.records.content_checks import BITS, PLAIN_NUMBER, TRUTHS, WHOLE, items_of
 from train.data.records.examples import hint_on
 from train.data.records.row import plain_label
-from train.data.records.spans import span_parts
+from train.data.records.spans import type_of
 
 LABEL_NAMES = ("label", "labels")  # these win over all other names
 LABEL_ENDS = (
@@ -186,12 +186,6 @@ def types_in(tags: Column) -> str:
         return counted(sorted(names), "tag", "tags")
     types = {name[2:] for name in names if TAG_PREFIX.match(name)}
     return counted(sorted(types), "type of entities", "types of entities")
-
-
-def type_of(span: Any) -> str:
-    """Return the type of the entity that a span names; "" if it is no string."""
-    found = span[-1] if isinstance(span, list) else span_parts(span)[-1]
-    return found if isinstance(found, str) else ""
 
 
 def first_of(names: Iterable[str], columns: Collection[str]) -> str | None:

@@ -63,3 +63,11 @@ def span_parts(span: dict[str, Any]) -> list[Any]:
     if isinstance(kind, list) and len(kind) == 1:
         parts[2] = kind[0]
     return parts
+
+
+def type_of(span: Any) -> str:
+    """Return the type of the entity that a span names; "" if it is no string."""
+    if isinstance(span, dict):
+        span = span_parts(span)
+    found = span[-1] if isinstance(span, list) else None
+    return found if isinstance(found, str) else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -118,8 +119,15 @@ def reads_words(form: dict[str, Any]) -> bool:
     if rule["type"] == "BertNormalizer":
         return bool(form["pre_tokenizer"] == {"type": "BertPreTokenizer"})
     steps = rule.get("normalizers", [])
-    kinds = {step["type"] for step in steps[:-2] if "String" not in step.get("pattern", ())}
-    return form["pre_tokenizer"] == METASPACE and steps[-2:] == SINGLE_SPACES and kinds <= LOCAL
+    are_local = all(step["type"] in LOCAL or replaces_in_words(step) for step in steps[:-2])
+    return form["pre_tokenizer"] == METASPACE and steps[-2:] == SINGLE_SPACES and are_local
+
+
+def replaces_in_words(step: dict[str, Any]) -> bool:
+    """Return whether a step of a normalizer only replaces strings in a word, by strings that divide no words."""
+    replaced = step.get("pattern", {}).get("String", " ")
+    content = step.get("content", " ")
+    return not re.search(r"[\s▁]", replaced + content)
 
 
 def words_of(text: str) -> list[str]:
