@@ -87,6 +87,8 @@ def test_tokenizers_whose_words_depend_on_spaces_get_whole_texts(prepared):
     others = [with_phrase, no_collapse]
     others += [each.backend_tokenizer for each in (byte_tokenizer(), word_tokenizer(["a"]))]
     assert [reads_words(form_of(each)) for each in others] == [False] * 4
+    form = form_of(bert_tokenizer())
+    assert reads_words(form) and not reads_words(form | {"model": {"type": "BPE", "dropout": 0.1}})
 
 
 @pytest.mark.parametrize(

@@ -113,8 +113,9 @@ def reads_words(form: dict[str, Any]) -> bool:
     False for forms that are not known to do so. Known are BERT's, and that of tokenizers trained here.
     """
     has_phrases = not all(token["special"] for token in form["added_tokens"])
+    is_random = bool(form["model"].get("dropout"))  # a word has other ids each time
     rule = form["normalizer"]
-    if has_phrases or rule is None:
+    if has_phrases or is_random or rule is None:
         return False
     if rule["type"] == "BertNormalizer":
         return bool(form["pre_tokenizer"] == {"type": "BertPreTokenizer"})
