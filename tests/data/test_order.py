@@ -118,14 +118,15 @@ def test_a_batch_takes_turns_over_the_lanes_and_a_window_shuffles_the_sequences_
     order = sampler(kind)
     epoch, firsts = order.epoch_order(1), np.cumsum([0, *SHARD_ROWS])
     rows = epoch.rows(0, order.steps, order.indices)
-    held = [[] for _ in range(kind[0])]  # (first row, rows) of each piece
-    for piece, lane in enumerate(order.lanes.piece_lanes):
-        held[lane].append((order.lanes.piece_firsts[piece], order.lanes.piece_rows[piece]))
+    held = [[] for _ in range(kind[0])]  # (first row, rows) of each slice
+    slices = order.lanes.slices
+    for lane, first, number in zip(slices.lanes, slices.first_rows, slices.num_rows, strict=True):
+        held[lane].append((first, number))
     assert sum(rows for of_lane in held for _, rows in of_lane) == ROWS
     assert np.ptp([sum(rows for _, rows in of_lane) for of_lane in held]) <= 1
     of_lanes = rows.reshape(len(rows), kind[0], -1)
-    for lane, pieces in enumerate(held):
-        members = np.concatenate([np.arange(first, first + number) for first, number in pieces])
+    for lane, of_lane in enumerate(held):
+        members = np.concatenate([np.arange(first, first + number) for first, number in of_lane])
         assert set(of_lanes[:, lane].ravel()) <= set(members)
         assert of_lanes[:, lane].ravel().tolist() != sorted(of_lanes[:, lane].ravel())
     shard_of = np.searchsorted(firsts, rows, side="right") - 1
