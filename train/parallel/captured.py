@@ -26,7 +26,7 @@ from torch import Tensor
 from train.config import BackendConfig, InputError, check, plural
 from train.machine import versions
 from train.parallel.graphs import brief
-from train.parallel.proof import is_finite, shown
+from train.parallel.proof import are_finite, listed
 from train.storage import imported
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ class Graphs:
         before = self.proof.begin()
         function(inputs)
         plain = self.proof.results()
-        if is_finite(plain):
+        if are_finite(plain):
             self.proof.rewind(before)
             fault = self.try_record(key, function, inputs)
             fault = fault or self.try_replay(key, inputs, before=before, plain=plain)
@@ -250,7 +250,7 @@ class Graphs:
             logger.info(
                 "backend.cuda_graphs: %s recorded; replays equal plain steps (%s)",
                 plural(self.num_reported, "graph"),
-                shown(self.proof.worst),
+                listed(self.proof.worst),
             )
 
     def record(self, function: Callable[[Inputs], None], inputs: Inputs) -> Callable[[], object]:

@@ -383,14 +383,14 @@ def eval_shards(
         of_rank = sample[own.start : own.stop]
         parts.append(of_rank)
     if 0 in ranks:
-        shown = spread(len(sample), num_shown)
+        shown = evenly_spaced(len(sample), num_shown)
         parts.append(sample[shown])
     rows = np.concatenate(parts)
     shards = np.searchsorted(np.cumsum(shard_rows), rows, side="right")
     return np.unique(shards).tolist()
 
 
-def spread(num_rows: int, most: int) -> np.ndarray:
+def evenly_spaced(num_rows: int, most: int) -> np.ndarray:
     """Return at most `most` evenly spaced row indices, including the first row and the last."""
     return np.unique(np.linspace(0, num_rows - 1, most).astype(np.int64))
 
