@@ -111,6 +111,12 @@ def test_the_computed_permutation_is_one_for_every_size_and_another_for_another_
     assert len(np.unique(one)) == len(some) and one.max() < large and (one == other).sum() < 5
 
 
+def test_each_epoch_has_the_shards_of_a_lane_in_another_order():
+    order = sampler(LANES[0])
+    orders = {tuple(order.epoch_order(epoch).slices.shards) for epoch in range(20)}
+    assert len(orders) > 10 and len({tuple(sorted(each)) for each in orders}) == 1
+
+
 @pytest.mark.parametrize("kind", LANES, ids=str)
 def test_a_batch_takes_turns_over_the_lanes_and_a_window_shuffles_the_sequences_of_its_shards(
     kind,
