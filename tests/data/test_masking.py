@@ -107,6 +107,23 @@ def test_whole_words_are_hidden_whole(tokens):
     assert 0.135 < number / (B * (S - 3)) <= 0.152  # a word that does not fit any more is left out
 
 
+def test_of_an_only_word_that_is_longer_than_the_budget_a_part_at_a_random_place_is_hidden():
+    tokens = np.full((B, S), 7)
+    tokens[:, 0] = 2
+    result = draw(tokens, words=np.zeros(V, bool))
+    number = round(0.15 * (S - 1))
+    hidden = result.positions[:, :number]
+    assert ((result.labels != IGNORE_INDEX).sum(1) == number).all()
+    assert (np.diff(hidden) == 1).all()
+    assert set(hidden[:, 0]) == set(range(1, S - number + 1))
+
+
+def test_a_budget_of_the_whole_sequence_cuts_no_word():
+    tokens = np.random.default_rng(0).integers(5, V, (B, S))
+    result = draw(tokens, words=WORDS, mask_rate=1.0, max_predictions=S)
+    assert (result.positions == np.arange(S)).all() and (result.labels == tokens).all()
+
+
 @pytest.mark.parametrize("kind", ["byte-level", "words", "unigram"])
 def test_words_begin_where_a_text_has_blanks(kind, tokenizer):
     text = "ba be na no"

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from train.data.batches.buckets import (
-    BUCKET_SHIFT,
     BucketEvalOrder,
     Buckets,
     BucketSampler,
-    parts_of,
+    without_bucket,
 )
 from train.data.random_bits import hash_bits
 from train.data.shards.order import (
@@ -55,7 +54,7 @@ def steps(kind, number, *, world_size=1, micro=G, first_step=0, seed=0):
         )
         for index, batch in enumerate(islice(order.micro_batches(micro), number * accumulation)):
             assert len(batch) == micro
-            result[index // accumulation] += (batch & (2**BUCKET_SHIFT - 1)).tolist()
+            result[index // accumulation] += without_bucket(batch)[0].tolist()
     return [sorted(items) for items in result]
 
 
@@ -112,6 +111,12 @@ def test_the_computed_permutation_is_one_for_every_size_and_another_for_another_
     assert len(np.unique(one)) == len(some) and one.max() < large and (one == other).sum() < 5
 
 
+def test_each_epoch_has_the_shards_of_a_lane_in_another_order():
+    order = sampler(LANES[0])
+    orders = {tuple(order.epoch_order(epoch).slices.shards) for epoch in range(20)}
+    assert len(orders) > 10 and len({tuple(sorted(each)) for each in orders}) == 1
+
+
 @pytest.mark.parametrize("kind", LANES, ids=str)
 def test_a_batch_takes_turns_over_the_lanes_and_a_window_shuffles_the_sequences_of_its_shards(
     kind,
@@ -119,14 +124,15 @@ def test_a_batch_takes_turns_over_the_lanes_and_a_window_shuffles_the_sequences_
     order = sampler(kind)
     epoch, firsts = order.epoch_order(1), np.cumsum([0, *SHARD_ROWS])
     rows = epoch.rows(0, order.steps, order.indices)
-    held = [[] for _ in range(kind[0])]  # (first row, rows) of each piece
-    for piece, lane in enumerate(order.lanes.piece_lanes):
-        held[lane].append((order.lanes.piece_firsts[piece], order.lanes.piece_rows[piece]))
+    held = [[] for _ in range(kind[0])]  # (first row, rows) of each slice
+    slices = order.lanes.slices
+    for lane, first, number in zip(slices.lanes, slices.first_rows, slices.num_rows, strict=True):
+        held[lane].append((first, number))
     assert sum(rows for of_lane in held for _, rows in of_lane) == ROWS
     assert np.ptp([sum(rows for _, rows in of_lane) for of_lane in held]) <= 1
     of_lanes = rows.reshape(len(rows), kind[0], -1)
-    for lane, pieces in enumerate(held):
-        members = np.concatenate([np.arange(first, first + number) for first, number in pieces])
+    for lane, of_lane in enumerate(held):
+        members = np.concatenate([np.arange(first, first + number) for first, number in of_lane])
         assert set(of_lanes[:, lane].ravel()) <= set(members)
         assert of_lanes[:, lane].ravel().tolist() != sorted(of_lanes[:, lane].ravel())
     shard_of = np.searchsorted(firsts, rows, side="right") - 1
@@ -220,7 +226,7 @@ def test_a_step_with_lengths_has_the_rows_of_one_without_and_each_micro_batch_fi
     for step, rows in enumerate(islice(plain.micro_batches(G), 20)):
         seen, used = [], []
         for _ in range(parts):
-            drawn = [parts_of(next(rank)) for rank in ranks]
+            drawn = [without_bucket(next(rank)) for rank in ranks]
             (bucket,) = {bucket for _, bucket in drawn}  # the same on all ranks
             items = np.concatenate([items for items, _ in drawn])
             assert bucket == BUCKETS[items % ROWS].max() or (step == len(used) == 0)
@@ -245,7 +251,7 @@ def test_micro_batches_that_a_device_executes_together_have_one_length():
     """Otherwise each sequence of lengths would be another graph."""
     run = {"seed": 0, "global_batch_size": G, "rank": 0, "world_size": 1}
     drawn = BucketSampler(BUCKETS, together=2, **run).micro_batches(3)
-    buckets = np.array([parts_of(batch)[1] for batch in islice(drawn, 40)]).reshape(-1, 2)
+    buckets = np.array([without_bucket(batch)[1] for batch in islice(drawn, 40)]).reshape(-1, 2)
     assert (buckets[:, 0] == buckets[:, 1]).all() and len(np.unique(buckets)) > 1
 
 
@@ -260,7 +266,7 @@ def test_evaluation_has_each_result_once_in_the_order_of_the_data(
     for rank in range(world_size):
         split = {"batch_size": batch_size, "rank": rank, "world_size": world_size}
         order = BucketEvalOrder(buckets, **split) if has_buckets else EvalOrder(rows, **split)
-        seen = [parts_of(np.array(batch)) for batch in order]
+        seen = [without_bucket(np.array(batch)) for batch in order]
         assert len(seen) == len(order) and {len(items) for items, _ in seen} == {batch_size}
         assert all((buckets[items[items != PADDING]] == bucket).all() for items, bucket in seen)
         shares.append(np.concatenate([np.stack([items, items * 2], 1) for items, _ in seen]))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from rejections import rejects
 
-from train.data.batches.buckets import BUCKET_SHIFT
+from train.data.batches.buckets import with_bucket
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.records.token_rows import TokenRows
 from train.data.shards.order import PADDING
@@ -143,14 +143,14 @@ def test_a_row_takes_the_first_length_it_fits_into(table):
     drawn = data.draw(short[None] + 2**40 // ROWS * ROWS)  # of a late epoch
     assert drawn["inputs"]["input_ids"].shape == (1, 4, 8)
     assert drawn["inputs"]["number"].tolist() == [short.tolist()]
-    long = np.array([[0, PADDING]]) + np.array([[1 << BUCKET_SHIFT, 0]])
+    long = with_bucket(np.array([[0, PADDING]]), 1)
     assert data.draw(long)["inputs"]["input_ids"].shape == (1, 2, 20)
 
 
 def test_rows_that_do_not_fit_their_bucket_are_errors(table):
     draw = token_rows(table, LENGTHS).draw
     rejects("a row of 20 tokens in a batch of 8", draw, np.array([[0]]), error=ValueError)
-    mixed = np.array([[5, 1 << BUCKET_SHIFT]])
+    mixed = with_bucket(np.array([[5, 0]]), np.array([[0, 1]]))
     rejects(r"several lengths: buckets \[0, 1\]", draw, mixed, error=ValueError)
 
 
@@ -165,7 +165,7 @@ def test_padding_counts_for_nothing(table):
     assert drawn_ids(drawn) == [short["input_ids"]] * 4
     assert (drawn["count"], drawn["tokens"]) == ([1.0, 0.0], [short["length"], 0])
     shortest = int(lengths.argmin())
-    for given, row in (([PADDING, PADDING], shortest), ([PADDING, 1 << BUCKET_SHIFT], 0)):
-        drawn = token_rows(table, (2, 20)).draw(np.array([given]))
+    for given, bucket, row in (([PADDING, PADDING], 0, shortest), ([PADDING, 0], 1, 0)):
+        drawn = token_rows(table, (2, 20)).draw(with_bucket(np.array([given]), bucket))
         assert drawn_ids(drawn) == [table[row]["input_ids"]] * 2
     assert token_rows(table, columns={}).draw(np.array([[3, PADDING]]))["count"] == [1.0]

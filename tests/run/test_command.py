@@ -16,7 +16,7 @@ from test_bad_inputs import MAINS
 import train
 from train import __main__ as program
 from train.config import Failure, InputError, Unreachable
-from train.machine.torchrun import first_to
+from train.machine.torchrun import REJECTION, first_to, leave_rejection
 from train.run.command import DONE, FAILED, INTERRUPTED, REJECTED, UNREAD, guarded
 
 
@@ -106,6 +106,13 @@ def test_a_rank_that_fails_later_waits_until_the_first_has_reported(tmp_path, mo
         assert not codes  # once one rank has exited, torchrun ends the others
     later.join()
     assert codes == [REJECTED] and not capsys.readouterr().err
+
+
+def test_the_first_rejection_is_left_to_the_program_that_started_torchrun(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0/error.json"))
+    leave_rejection("seed=x")
+    leave_rejection("seed=y")
+    assert (tmp_path / REJECTION).read_text() == "seed=x"
 
 
 def start(

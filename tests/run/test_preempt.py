@@ -173,23 +173,41 @@ def test_a_terminal_that_closes_asks_to_stop_unless_nohup_says_otherwise(ignored
 
 STUCK = """
 import ctypes
+from contextlib import nullcontext, suppress
 from train.run import stopping
 stopping.REPEAT_S, stopping.GRACE_S = 0.1, 0.1
 libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
-with stopping.StopRequest():
-    print("here", flush=True)
-    libc.pthread_mutex_lock(mutex)
-    libc.pthread_mutex_lock(mutex)  # for ever, as a collective whose peer is gone; signals do not interrupt it
+with stopping.StopRequest() as stop, {context}:
+    while True:
+        with suppress(stopping.StoppedEarly):  # raised if the signal comes between two calls
+            print("here", flush=True)
+            libc.pthread_mutex_lock(mutex)
+            libc.pthread_mutex_lock(mutex)  # for ever, as a collective whose peer is gone; signals do not interrupt it
 """
+
+
+def stuck(context: str) -> subprocess.Popen:
+    words = [sys.executable, "-c", STUCK.format(context=context)]
+    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"here\n"
+    return process
 
 
 def test_a_second_signal_ends_a_process_that_waits_in_a_call():
     """Its main thread runs no handler of Python's."""
-    process = subprocess.Popen([sys.executable, "-c", STUCK], cwd=ROOT, stdout=subprocess.PIPE)
-    assert process.stdout.readline() == b"here\n"
+    process = stuck("nullcontext()")
     # the first ones are one request
     eventually(lambda: process.terminate() or process.poll() is not None)
     assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_the_first_signal_ends_a_process_that_waits_in_a_call_and_has_nothing_to_save():
+    process = stuck("stop.nothing_to_save()")
+    process.terminate()
+    try:
+        assert process.wait(60) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
 
 
 IMPORTING = """

@@ -206,6 +206,19 @@ def test_a_graph_that_appears_late_is_compiled_to_its_end(start: Start, run_dir:
     )
 
 
+def test_a_step_has_its_whole_time_after_a_compilation(run_dir: Path):
+    dog = Watchdog(WatchdogConfig(step_s=60.0), RunFolder(str(run_dir)))
+    dog.phase("step", step=7)
+    dog.compiles = lambda: True
+    dog.own.at_s -= 50.0
+    dog.allow_compiling()
+    assert dog.own.limit_s == dog.cfg.start_s
+    dog.compiles = lambda: False
+    dog.own.at_s -= 50.0
+    dog.allow_compiling()
+    assert dog.own.limit_s == 60.0 and not dog.own.is_late
+
+
 # ---- a rank that is gone ---------------------------------------------------------------------------------------------
 
 DIES = "os.kill(os.getpid(), 9)"

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
 from train.config.tasks import QAConfig
-from train.data.batches.buckets import BUCKET_SHIFT
+from train.data.batches.buckets import with_bucket
 from train.data.shards.order import PADDING
 from train.storage.folders import LocalFolder
 from train.tasks.finetune import drawn
@@ -295,8 +295,8 @@ def test_statistics_of_a_model_are_those_of_its_logits_and_of_one_width_for_all_
         logits = model(inputs["input_ids"], inputs["attention_mask"], inputs["token_type_ids"])
         for bucket in (1, 2):
             row = int(np.flatnonzero(several.buckets.evaluation == bucket)[0])
-            item = row + (bucket << BUCKET_SHIFT)
-            inputs_of_length = batch_of(several.eval_data(), [item])
+            items = with_bucket(np.array([row]), bucket)
+            inputs_of_length = batch_of(several.eval_data(), items)
             assert several.eval_statistics(model, inputs_of_length).shape == (1, 2 + 4 * 16)
     torch.testing.assert_close(rows, task.statistics(logits, inputs))
     assert rows.shape == (3, 82) and (rows[2, 2:22] == LOWEST).all() and rows[2, 0] == 0

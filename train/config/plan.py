@@ -48,7 +48,7 @@ def make_plan(
     replicas = cfg.parallel.replicas(world_size)
     # TrainConfig requires one of them
     global_batch = cfg.global_batch_size or (cfg.micro_batch_size or 0) * replicas
-    over = spread(replicas, world_size)
+    over = ranks_in_words(replicas, world_size)
     micro, accumulation = split(cfg, global_batch, replicas, over, seq_len)
     steps_per_epoch = epoch_steps(rows, global_batch, over)
     total = length(cfg, global_batch, steps_per_epoch)
@@ -71,7 +71,7 @@ def make_plan(
     )
 
 
-def spread(replicas: int, world_size: int) -> str:
+def ranks_in_words(replicas: int, world_size: int) -> str:
     """Name in messages what a batch is split over."""
     if replicas == world_size:
         return f"{replicas} ranks"

@@ -6,7 +6,6 @@ The module imports only the standard library, since it runs before the imports t
 from __future__ import annotations
 
 import fcntl
-import io
 import os
 import signal
 import sys
@@ -14,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import TextIO
 
 from train.machine.console import say
 from train.machine.processes import end_with_parent, is_alive, read_process
@@ -84,33 +82,31 @@ def file_of_start(name: str) -> Path:
 
 
 @contextmanager
-def first_to(action: str) -> Iterator[TextIO | None]:
-    """Yield a file to the rank that is the first on its machine to do `action` during this start, and None to others.
+def first_to(action: str, *, note: str = "done") -> Iterator[bool]:
+    """Yield whether this rank is the first on its machine to do `action` during this start.
 
     Another rank waits until the first has done it, because torchrun ends all ranks as soon as one of them exits. The
-    file is kept in torchrun's folder, with the text that the first rank writes to it.
+    first then leaves `note`, which must not be empty, in a file of this name in torchrun's folder.
     """
     file = None
     with suppress(OSError):
         file = file_of_start(action).open("a")
     if file is None:  # without torchrun's folder, two ranks may act, which is better than none
-        yield io.StringIO()
+        yield True
         return
     with file:
         with suppress(OSError):  # the file system may not support locks
             fcntl.flock(file, fcntl.LOCK_EX)
-        is_done = os.fstat(file.fileno()).st_size > 0
-        yield None if is_done else file
-        file.flush()
-        if os.fstat(file.fileno()).st_size == 0:
-            file.write("done")
+        is_first = os.fstat(file.fileno()).st_size == 0
+        yield is_first
+        if is_first:
+            file.write(note)
 
 
 def leave_rejection(rejection: str) -> None:
     """Write a rejection to a file for the program that started torchrun: torchrun exits with 1 after any failure."""
-    with suppress(OSError), first_to(REJECTION) as file:  # the disk may be full
-        if file:
-            file.write(rejection)
+    with suppress(OSError), first_to(REJECTION, note=rejection):  # the disk may be full
+        pass
 
 
 def has_rejected() -> bool:

@@ -26,11 +26,11 @@ from torch import Tensor
 from train.config import BackendConfig, InputError, check, plural
 from train.machine import versions
 from train.parallel.graphs import brief
-from train.parallel.proof import is_finite, shown
+from train.parallel.proof import are_finite, listed
 from train.storage import imported
 
 if TYPE_CHECKING:
-    from train.parallel.proof import Proof
+    from train.parallel.proof import Before, Proof, Results
 
 logger = logging.getLogger("train")
 Inputs = dict[str, Tensor]
@@ -83,7 +83,18 @@ def too_random(
 
 
 class Graphs:
-    """The recorded CUDA graphs, by function and input shapes. They share one memory pool."""
+    """The recorded CUDA graphs, by function and input shapes. They share one memory pool.
+
+    A key is a function and the shapes of its inputs. `run` does this with its calls:
+
+        before FIRST_CALLS    runs the function
+        FIRST_CALLS           runs it, and tests whether it waits for the GPU (`try_out`)
+        the next finite one   runs it, records it and proves its graph (`add`)
+        later ones            replay the graph, which is in `recorded`
+
+    A key in `plain` only runs the function: it waits for the GPU, cannot be recorded, or was replayed wrongly. `forget`
+    and a failed recording let the other keys begin at call 1. After `give_up`, all keys only run the function.
+    """
 
     def __init__(self, proof: Proof, *, must: bool = False) -> None:
         """Store `proof`, which compares replays with plain steps. `must`: a step without a graph ends the run."""
@@ -91,7 +102,7 @@ class Graphs:
         self.must = must
         self.calls = Counter[Any]()
         self.recorded: dict[Any, Recording] = {}
-        self.plain = set[Any]()  # shapes that run without a graph for good
+        self.plain = set[Any]()  # keys that run without a graph for good
         self.pool: Any = None
         self.recorder: Recorder | None = None  # while a step is recorded
         self.is_on = True
@@ -140,30 +151,27 @@ class Graphs:
             self.leave(key, f"it waits for the GPU at {waits[0].filename}:{waits[0].lineno}")
 
     def add(self, key: Any, function: Callable[[Inputs], None], inputs: Inputs) -> None:
-        """Run `function` on `inputs`, and keep its graph if a replay equals the plain run."""
+        """Run `function` on `inputs`, and keep its graph if a replay equals the plain run.
+
+        Each run begins from the same state. The last one counts:
+
+            plain, not finite                               the next batch will tell: not a number equals no other
+            plain, failed recording, plain again            no graph
+            plain, recording, wrong replay, plain again     no graph
+            plain, recording, equal replay                  the graph is kept
+        """
         before = self.proof.begin()
         function(inputs)
         plain = self.proof.results()
-        if not is_finite(plain):  # not a number equals no other; the next batch will tell
-            self.calls[key] -= 1
-            self.proof.end(before)
-            return
-        self.proof.rewind(before)
-        fault = self.try_record(key, function, inputs)
-        if not fault:
-            self.recorded[key].run(inputs)
-            fault = self.proof.fault(before, plain)
-        if fault:
-            self.recorded.pop(key, None)
+        if are_finite(plain):
             self.proof.rewind(before)
-            self.leave(key, fault)
-            function(inputs)
+            fault = self.try_record(key, function, inputs)
+            fault = fault or self.try_replay(key, inputs, before=before, plain=plain)
+            if fault:
+                self.proof.rewind(before)
+                self.leave(key, fault)
+                function(inputs)
         self.proof.end(before)
-        if len(self.recorded) == MOST_GRAPHS:
-            logger.info(
-                "backend.cuda_graphs: steps with other shapes than these %d run without",
-                MOST_GRAPHS,
-            )
 
     def try_record(self, key: Any, function: Callable[[Inputs], None], inputs: Inputs) -> str:
         """Record `function`. Returns why it cannot be recorded; "" if it was.
@@ -188,6 +196,19 @@ class Graphs:
         # The other graphs use the random state that `record` has replaced: they are recorded anew.
         self.forget()
         return f"an operation cannot be recorded ({cause})"
+
+    def try_replay(self, key: Any, inputs: Inputs, *, before: Before, plain: Results) -> str:
+        """Replay a new graph. Drops it and returns the difference if it leaves other results than `plain`; else ""."""
+        self.recorded[key].run(inputs)
+        fault = self.proof.fault(before, plain)
+        if fault:
+            del self.recorded[key]
+        elif len(self.recorded) == MOST_GRAPHS:
+            logger.info(
+                "backend.cuda_graphs: steps with other shapes than these %d run without",
+                MOST_GRAPHS,
+            )
+        return fault
 
     def forget(self) -> None:
         """Drop all graphs. Call this when tensors that they use have new addresses."""
@@ -229,7 +250,7 @@ class Graphs:
             logger.info(
                 "backend.cuda_graphs: %s recorded; replays equal plain steps (%s)",
                 plural(self.num_reported, "graph"),
-                shown(self.proof.worst),
+                listed(self.proof.worst),
             )
 
     def record(self, function: Callable[[Inputs], None], inputs: Inputs) -> Callable[[], object]:

@@ -167,25 +167,30 @@ class Captured(DataParallel):
         return super().evaluate(statistics, inputs)
 
     def _run(self, function: Callable[[Inputs], None], inputs: Inputs) -> None:
-        """Run a part of a step. If memory runs out before gradients are sent, begin the step again without graphs."""
+        """Run a part of a step, or replay its graph. If memory runs out, drop all graphs and begin the step again."""
         if not self.sync.is_built:
             function(inputs)
             return
-        has_room = True
         try:
             self.graphs.run(function, inputs)
+            return
         except torch.OutOfMemoryError:
-            has_room = False
-            if self.is_updating or self.sync.num_sent or not self.graphs.can_give_up:
+            if not self._can_begin_again:
                 raise
-        if not has_room:
-            self.graphs.give_up()
-            self._begin_again()
-            if function == self._update:
-                self._update({})
+        # the error, and the tensors that it refers to, are freed by now
+        self.graphs.give_up()
+        self._begin_again()
+        if function == self._update:
+            self._update({})
+
+    @property
+    def _can_begin_again(self) -> bool:
+        """True if this step has changed no weight and sent no gradient, and graphs hold memory that can be freed."""
+        is_too_late = self.is_updating or self.sync.num_sent
+        return self.graphs.can_give_up and not is_too_late
 
     def _begin_again(self) -> None:
-        """Run the micro batches of this step again, without graphs."""
+        """Restore the state before the step, and run its micro batches so far without graphs."""
         self.backend.set_rng_state(self.rng)
         self.loss_sum.copy_(self.earlier_loss)
         self.optimizer.zero_grad(set_to_none=self.is_whole)

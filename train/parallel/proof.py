@@ -128,16 +128,16 @@ class Proof:
                 began = [torch.zeros(())] * len(values)
             found[kind] = apart(replayed[kind], values, began)
         if not all(value <= self.limits.get(kind, OF_CHANGES) for kind, value in found.items()):
-            return f"its replay differs from a plain step ({shown(found)})"
+            return f"its replay differs from a plain step ({listed(found)})"
         self.worst = {kind: max(value, self.worst.get(kind, 0.0)) for kind, value in found.items()}
         return ""
 
 
-def is_finite(results: Results) -> bool:
+def are_finite(results: Results) -> bool:
     return all(bool(value.isfinite()) for value in results["loss"] + results["norm"])
 
 
-def shown(differences: Mapping[str, float]) -> str:
+def listed(differences: Mapping[str, float]) -> str:
     return ", ".join(f"{kind} {value:.0e}" for kind, value in differences.items())
 
 

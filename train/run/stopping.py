@@ -104,17 +104,23 @@ class StopRequest:
         """End the process if the main thread does not. Python's C handler writes each signal's number to the socket."""
         first_s: float | None = None
         with self.receiver:
-            while number := self.receiver.recv(1):
+            while received := self.receiver.recv(1):
                 now_s = time.monotonic()
-                if number[0] not in self.before:
+                number = received[0]
+                if number not in self.before:
                     continue
-                is_repeat = first_s is None or now_s - first_s <= REPEAT_S
-                is_second = not is_repeat and number[0] not in REPEATED
-                if is_second or self.has_nothing_to_save:
-                    time.sleep(GRACE_S)
-                    if (is_second or self.has_nothing_to_save) and self.sender.fileno() >= 0:
-                        os._exit(128 + number[0])
                 first_s = first_s or now_s
+                since_first_s = now_s - first_s
+                if not self.must_end(number, since_first_s):
+                    continue
+                time.sleep(GRACE_S)
+                is_closed = self.sender.fileno() < 0
+                if self.must_end(number, since_first_s) and not is_closed:
+                    os._exit(128 + number)
+
+    def must_end(self, number: int, since_first_s: float) -> bool:
+        """Return whether a signal ends the process even if the main thread does not run `handle`."""
+        return self.has_nothing_to_save or is_second(number, since_first_s)
 
     def ask(self, reason: str, *, kind: str = "") -> None:
         """Ask the run to stop at the next step. Only the first reason counts. Any thread may call this."""
@@ -125,14 +131,19 @@ class StopRequest:
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
         now_s = time.monotonic()
-        if self.signal is not None and now_s - self.at_s > REPEAT_S and number not in REPEATED:
-            sys.exit(128 + number)  # safe: a file gets its name only when it is complete
         if self.signal is None:
-            self.signal = signal.Signals(number).name
             self.at_s = now_s
+            self.signal = signal.Signals(number).name
             self.ask(self.signal)
+        elif is_second(number, now_s - self.at_s):
+            sys.exit(128 + number)  # safe: a file gets its name only when it is complete
         if self.has_nothing_to_save:
             raise StoppedEarly(self.signal)
+
+
+def is_second(number: int, since_first_s: float) -> bool:
+    """Return whether a signal is another request to stop, so many seconds after the first, and not its repetition."""
+    return since_first_s > REPEAT_S and number not in REPEATED
 
 
 # ---- requests other than signals -------------------------------------------------------------------------------------

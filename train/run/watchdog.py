@@ -110,7 +110,9 @@ class Watchdog:
         self.handle = -1  # the file descriptor of the shared memory
         self.is_open = False
         self.period_s = min(PERIOD_S, cfg.step_s / 10)
-        self.is_start = True  # the phase has the time limit of a start
+        # The phase has the time limit of a start if it is one, or while a graph is compiled in it.
+        self.is_start = True
+        self.is_compiling = False
         self.rearm_s = 0.0  # earlier heartbeats do not arm the C timer, which takes 0.1 ms
         self.compiles: Callable[[], bool] = lambda: False  # is this rank compiling?
         self.peers: dict[int, Peer] = {}  # the other ranks of this machine
@@ -152,16 +154,22 @@ class Watchdog:
         """Begin a phase, which is a heartbeat. `is_start` sets the limit for joining, loading or compiling."""
         self.own.at_s = time.monotonic()  # set first, since the next limit may be shorter
         number = -1 if step is None else step
-        limit_s = self.cfg.start_s if is_start else self.cfg.step_s
         if number != self.own.step:
             self.own.count = 0
-        if limit_s != self.own.limit_s:
-            self.rearm_s = 0.0
         self.is_start = is_start
-        self.own.limit_s = limit_s
+        self.is_compiling = False
+        self.set_limit()
         self.own.step = number
         self.own.phase = name.encode()
         self.heartbeat()
+
+    def set_limit(self) -> None:
+        limit_s = self.cfg.step_s
+        if self.is_start or self.is_compiling:
+            limit_s = self.cfg.start_s
+        if limit_s != self.own.limit_s:
+            self.own.limit_s = limit_s
+            self.rearm_s = 0.0  # the next heartbeat arms the timer with this limit
 
     def heartbeat(self) -> None:
         """Record progress, such as a micro batch, an evaluation batch or a checkpoint file."""
@@ -191,16 +199,15 @@ class Watchdog:
                 self.arm()  # not stuck: this rank waits for a rank that still has time
 
     def allow_compiling(self) -> None:
-        """Apply the time limit of a start while any rank compiles, and the limit of a step afterwards."""
-        is_extended = self.own.limit_s != self.cfg.step_s
+        """Apply the time limit of a start while this rank compiles, and that of a step, counted anew, afterwards."""
+        was_compiling = self.is_compiling
         is_young = self.own.age_s < self.cfg.step_s / 2
-        if self.is_start or (is_young and not is_extended):
+        if self.is_start or (is_young and not was_compiling):
             return
-        if self.compiles():
-            self.own.limit_s = self.cfg.start_s
-        elif is_extended:
+        self.is_compiling = self.compiles()
+        if was_compiling and not self.is_compiling:
             self.own.at_s = time.monotonic()
-            self.own.limit_s = self.cfg.step_s
+        self.set_limit()
         if self.is_open:
             self.arm()
 

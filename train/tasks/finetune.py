@@ -28,7 +28,7 @@ from train.data.records.featurizer import Featurizer
 from train.data.records.table_facts import column, cut_words, padding_share
 from train.data.records.tables import open_tables
 from train.data.records.token_rows import TokenRows
-from train.data.shards.order import spread
+from train.data.shards.order import evenly_spaced
 from train.data.text.coverage import unknown_share
 from train.machine.console import visible_json
 from train.models.heads import (
@@ -388,7 +388,7 @@ class TextTask(Task):
         """Yield rows spread over the validation table: at most MOST_CHARS_READ characters."""
         examples = self.tables.examples("validation")
         num_chars = 0
-        for row in examples.select(spread(len(examples), most)):
+        for row in examples.select(evenly_spaced(len(examples), most)):
             chars = sum(len(str(value)) for value in row.values())
             if num_chars + chars <= MOST_CHARS_READ:
                 num_chars += chars

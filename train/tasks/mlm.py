@@ -26,7 +26,7 @@ from train.config.tasks import EVAL_MASK_RATE, MLMConfig
 from train.data.batches.loader import MaskedRows, Swapper
 from train.data.batches.masking import IGNORE_INDEX, Masker
 from train.data.shards.cache import cache_dir
-from train.data.shards.order import ShardSampler, eval_sample, eval_shards, spread
+from train.data.shards.order import ShardSampler, eval_sample, eval_shards, evenly_spaced
 from train.data.shards.prefetch import Prefetcher
 from train.data.shards.prepared import PreparedData
 from train.data.text.coverage import unknown_share
@@ -241,7 +241,7 @@ class MaskedLMTask(Task):
     def samples(self, export: Path, most: int) -> list[Sample]:
         # In each of these validation sequences, the first token to predict is masked. The model runs on the host.
         fill = mask_filler(export)
-        rows = spread(self.eval_rows, most)
+        rows = evenly_spaced(self.eval_rows, most)
         drawn = self._eval_rows(None).draw(rows[None])["inputs"]
         parts = [drawn[name][0] for name in ("input_ids", "positions", "labels")]
         found = []

@@ -17,7 +17,7 @@ import torch
 from datasets import Dataset, Features
 
 from train.config import ModelConfig, TaskConfig, check
-from train.data.batches.buckets import BUCKET_SHIFT
+from train.data.batches.buckets import with_bucket
 from train.models.heads import logits_of
 from train.tasks.state import read_state
 from train.tasks.table import TASKS, class_of, spec_of
@@ -155,7 +155,7 @@ class Predictor:
         for first in range(0, len(order), batch_size):
             rows = order[first : first + batch_size]
             bucket = int(table.bucket_of[rows[0]])
-            items = rows + (bucket << BUCKET_SHIFT)
+            items = with_bucket(rows, bucket)
             drawn = table.draw(items[None])["inputs"]
             inputs = {name: tensor[0].to(self.device) for name, tensor in drawn.items()}
             with self.autocast():

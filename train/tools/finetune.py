@@ -28,7 +28,7 @@ from train.tools.trained import run_with, typed_keys
 
 if TYPE_CHECKING:
     from train.data.records.look import Reading
-    from train.data.records.sample import Sample
+    from train.data.records.sample import TableSample
 
 EPOCHS = 3
 LENGTHS = {"max_steps": "step", "max_examples": "row", "max_epochs": "epoch"}
@@ -143,7 +143,7 @@ def look(options: Namespace) -> Assumed:
     """Look at the rows, and fill in the settings that the user has not typed."""
     # Imported late: it needs datasets.
     from train.data.records.look import reading_of
-    from train.data.records.sample import sample_of
+    from train.data.records.sample import read_sample
 
     texts = typed_keys(options.settings)
     for key in ("run_dir", "data", "data.path", "model.pretrained"):
@@ -152,7 +152,7 @@ def look(options: Namespace) -> Assumed:
         )
     cfg, s3 = data_settings(options)
     typed = {key: value for key, value in flatten({"data": asdict(cfg)}) if key in texts}
-    sample = sample_of(cfg, s3, typed)
+    sample = read_sample(cfg, s3, typed)
     reading = reading_of(sample.columns, typed, texts.get("task"))
     settings = settings_of(options, sample, reading)
     if {**settings, **texts}.get("task.scheme") == "none":
@@ -166,7 +166,7 @@ def look(options: Namespace) -> Assumed:
     return Assumed(assumed, sentences(sample, reading, {**assumed, **plain}))
 
 
-def settings_of(options: Namespace, sample: Sample, reading: Reading) -> dict[str, Any]:
+def settings_of(options: Namespace, sample: TableSample, reading: Reading) -> dict[str, Any]:
     """Return all settings of the run. Raises InputError if a name in the data is a reference."""
     found = {**sample.settings, **reading.settings}
     if sample.has_fixed_columns:
@@ -215,7 +215,7 @@ def data_settings(options: Namespace) -> tuple[RecordsConfig, S3Config]:
     return cfg, s3
 
 
-def sentences(sample: Sample, reading: Reading, settings: Mapping[str, Any]) -> list[str]:
+def sentences(sample: TableSample, reading: Reading, settings: Mapping[str, Any]) -> list[str]:
     """Return what is assumed, for the user to check."""
     columns = {key: value for key, value in settings.items() if key.startswith("data.columns.")}
     named = [f"{key.rpartition('.')[2]}={as_typed(value)}" for key, value in columns.items()]
@@ -246,7 +246,7 @@ def sentences(sample: Sample, reading: Reading, settings: Mapping[str, Any]) -> 
     ]
 
 
-def lengths_of(sample: Sample, settings: Mapping[str, Any]) -> str:
+def lengths_of(sample: TableSample, settings: Mapping[str, Any]) -> str:
     """Return how many words the columns of texts hold in the first rows; "" if the format names the columns."""
     by_name = {column.name: column.values for column in sample.columns}
     says = ""

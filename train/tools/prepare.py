@@ -34,7 +34,7 @@ from train.data.shards.manifest import FORMAT, DataManifest, read_manifest
 from train.data.text.corpus import Corpus, open_corpus
 from train.data.text.coverage import (
     MOST_SAMPLES,
-    Sample,
+    TextSample,
     changed_by,
     unknown_of,
     unknown_share,
@@ -312,7 +312,7 @@ def vocabulary_of(
 
     if folder.size(tokenizers.PUBLISHED) is None:
         own = cfg.tokenizer
-        sample = Sample()
+        sample = TextSample()
         if own.pretrained is not None:
             made = tokenizers.load_tokenizer(own.pretrained)
             sample.take(document.text for document in islice(corpus.documents(), MOST_SAMPLES))
@@ -324,7 +324,7 @@ def vocabulary_of(
                 lowercase=own.lowercase,
                 strip_accents=own.strip_accents,
             )
-        check_coverage(cfg, made, sample.pieces)
+        check_coverage(cfg, made, sample.excerpts)
         tokenizers.publish_tokenizer(made, folder)
     return tokenizers.published_vocabulary(folder)
 

@@ -5,7 +5,8 @@ they occur in the data. Only within the step, the examples are sorted by length 
 to the shortest length that fits its longest example. All ranks take their examples of a micro batch from the same part
 of the sorted step, so that they pad it to the same length. Lengths and cut do not change what is learnt.
 
-The first micro batch of a run has the greatest length, so that a lack of device memory shows immediately.
+An item, as samplers yield and workers read it, is the number of an example in the run (epoch * rows + row) together
+with the bucket to which it is padded: `with_bucket` packs the two into one int64, and `without_bucket` unpacks them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 
 from train.data.shards.order import PADDING, EvalOrder, ShardSampler
 
-BUCKET_SHIFT = 48  # an item is bucket * 2**48 + epoch * rows + row
+BUCKET_SHIFT = 48  # bits of an item below its bucket
 TRIED_ROWS = 2**16  # rows whose padding decides how a step is cut
 
 
@@ -47,14 +48,20 @@ class Buckets:
         return min(tokens, key=lambda cut: tokens[cut])
 
 
-def parts_of(items: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return the items with the bucket removed, and the bucket that they share (0 if all are PADDING)."""
+def with_bucket(examples: np.ndarray, bucket: int | np.ndarray) -> np.ndarray:
+    """Return the items of `examples`, numbers below 2**48, or PADDING, which has no bucket."""
+    items = examples + (np.asarray(bucket, np.int64) << BUCKET_SHIFT)
+    return np.where(examples == PADDING, PADDING, items)
+
+
+def without_bucket(items: np.ndarray) -> tuple[np.ndarray, int]:
+    """Return the examples of `items`, and the bucket that they share (0 if all are PADDING)."""
     is_padding = items == PADDING
     buckets = np.unique(items[~is_padding] >> BUCKET_SHIFT)
     if len(buckets) > 1:
         raise ValueError(f"a batch of several lengths: buckets {buckets.tolist()}")
-    plain = np.where(is_padding, PADDING, items & (2**BUCKET_SHIFT - 1))
-    return plain, int(buckets[0]) if len(buckets) else 0
+    examples = np.where(is_padding, PADDING, items & (2**BUCKET_SHIFT - 1))
+    return examples, int(buckets.max(initial=0))
 
 
 class BucketSampler(ShardSampler):
@@ -76,9 +83,11 @@ class BucketSampler(ShardSampler):
     def micro_batches(self, size: int) -> Iterator[np.ndarray]:
         batches = super().micro_batches(size)
         if self.consumed_rows == 0:
-            longest = int(self.bucket_of.max()) << BUCKET_SHIFT
+            # The run begins at the greatest length, so that a lack of device memory shows immediately.
+            longest = self.bucket_of.max()
             for batch in islice(batches, self.together):
-                yield parts_of(batch)[0] + longest
+                examples, _ = without_bucket(batch)
+                yield with_bucket(examples, longest)
         yield from batches
 
     def cut(self, steps: np.ndarray, size: int) -> np.ndarray:
@@ -87,10 +96,9 @@ class BucketSampler(ShardSampler):
         of_parts = (-1, size * self.together, self.world_size)
         sorted_buckets = np.take_along_axis(buckets, order, 1).reshape(of_parts)
         sorted_items = np.take_along_axis(steps, order, 1).reshape(of_parts)
-        longest = sorted_buckets.max((1, 2)).astype(np.int64)
+        longest = sorted_buckets.max((1, 2))
         mine = sorted_items[:, :, self.rank]
-        items = mine + (longest << BUCKET_SHIFT)[:, None]
-        return items.reshape(-1, size)
+        return with_bucket(mine, longest[:, None]).reshape(-1, size)
 
 
 class BucketEvalOrder:
@@ -120,8 +128,8 @@ class BucketEvalOrder:
         for bucket, (rows, part) in enumerate(zip(self.members, self.parts, strict=True)):
             for batch in part:
                 slots = np.asarray(batch)
-                items = rows[np.maximum(slots, 0)] + (bucket << BUCKET_SHIFT)
-                yield np.where(slots == PADDING, PADDING, items).tolist()
+                examples = np.where(slots == PADDING, PADDING, rows[slots])
+                yield with_bucket(examples, bucket).tolist()
 
     def merged(self, shares: Sequence[np.ndarray]) -> np.ndarray:
         """Return [rows, ...]: see EvalOrder.merged."""

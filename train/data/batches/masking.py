@@ -19,6 +19,7 @@ import numpy as np
 from train.data.random_bits import hash_bits, hash_uniform
 
 IGNORE_INDEX = -100  # torch's cross entropy skips it
+NO_WORD = -1
 # Indices of a position's random numbers; loader.py uses 4.
 LENGTHS, PRIORITY, KIND, REPLACEMENT = range(4)
 PLACE = 5
@@ -137,25 +138,29 @@ def whole_words(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return `chosen` and `used` [B, P], changed so that no part of a word is hidden without the rest.
 
-    The budget may end inside a word, which is then left out. If nothing else is hidden, because the word is longer than
-    the budget, a part of it is hidden, at a random place in the word.
+    The word in which the budget ends is left out. If it is the only word, a part of it is hidden, at a random place.
     """
-    # positions: the first to hide, the last within the budget, and the one after it
     first = order[:, :1]
-    last = at(order, budget - 1)
-    following = at(order, budget.clip(max=unit.shape[1] - 1))
     first_word = at(unit, first)
-    last_word = at(unit, last)
-    goes_on = at(candidate, following) & (at(unit, following) == last_word)
-    is_cut = goes_on & (last != following)
-    is_alone = is_cut & (first_word == last_word)
-    is_whole = at(unit, chosen) != last_word
-    used = used & (~is_cut | is_alone | is_whole)
-    is_in_first = candidate & (unit == first_word)
-    length = is_in_first.sum(1, keepdims=True)
+    cut = cut_words(order, budget, unit, candidate)
+    is_only = cut == first_word
+    is_left_out = ~is_only & (at(unit, chosen) == cut)
+    length = (candidate & (unit == first_word)).sum(1, keepdims=True)
     drawn = hash_uniform(PLACE, state=at(bits, first))
-    moved = np.where(is_alone, drawn * (length - budget + 1), 0)
-    return chosen + moved.astype(np.int64), used
+    shift = np.where(is_only, drawn * (length - budget + 1), 0)
+    return chosen + shift.astype(np.int64), used & ~is_left_out
+
+
+def cut_words(
+    order: np.ndarray, budget: np.ndarray, unit: np.ndarray, candidate: np.ndarray
+) -> np.ndarray:
+    """Return the word of which only a part is within the budget, NO_WORD if there is none: [B, 1]."""
+    seq_len = unit.shape[1]
+    last_within = at(order, budget - 1)
+    first_beyond = at(order, budget.clip(max=seq_len - 1))
+    word = at(unit, last_within)
+    goes_on = at(candidate, first_beyond) & (at(unit, first_beyond) == word)
+    return np.where(goes_on & (budget < seq_len), word, NO_WORD)
 
 
 def at(values: np.ndarray, columns: np.ndarray) -> np.ndarray:

@@ -26,7 +26,7 @@ DELIMITERS = (",", ";", "\t", "|")
 
 
 @dataclass(frozen=True)
-class Sample:
+class TableSample:
     """The first rows of training data, and settings that their files show, by key."""
 
     columns: list[Column]
@@ -35,7 +35,7 @@ class Sample:
     has_fixed_columns: bool  # the format names the columns
 
 
-def sample_of(cfg: RecordsConfig, s3: S3Config, typed: Mapping[str, Any]) -> Sample:
+def read_sample(cfg: RecordsConfig, s3: S3Config, typed: Mapping[str, Any]) -> TableSample:
     """Read the first rows of the training data, and count all. `typed`: as for `reading_of`.
 
     Raises InputError if the data cannot be read.
@@ -56,7 +56,9 @@ def sample_of(cfg: RecordsConfig, s3: S3Config, typed: Mapping[str, Any]) -> Sam
     bad = next((row for row in first if not isinstance(row, dict)), "it has no rows")
     check(bool(rows), f"data.path={cfg.path} cannot be read: {bad}")
     settings = {f"data.{key}": value for key, value in found.items()}
-    return Sample(columns_of(rows, table.class_names), num_rows, settings, table.keys is not None)
+    return TableSample(
+        columns_of(rows, table.class_names), num_rows, settings, table.keys is not None
+    )
 
 
 def names_in(cfg: RecordsConfig, s3: S3Config, scratch: Path) -> list[str]:

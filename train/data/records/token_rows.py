@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from train.config import check, shortlist
-from train.data.batches.buckets import parts_of
+from train.data.batches.buckets import without_bucket
 from train.data.batches.loader import Batch
 from train.data.batches.masking import IGNORE_INDEX
 from train.data.shards.order import PADDING
@@ -148,7 +148,7 @@ class TokenRows:
         models reject a row that is not whole. "count" is the number of labels (of rows, if there are no `labels`) or
         the sum of their weights; "tokens" is the number of tokens without padding.
         """
-        plain, bucket = parts_of(items)
+        plain, bucket = without_bucket(items)
         is_padding = (plain == PADDING).ravel()
         rows = plain.ravel() % len(self)
         if is_padding.all():

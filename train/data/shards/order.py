@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -88,18 +89,36 @@ def shifted(
     return np.where(sums >= size, sums - size, sums)
 
 
-def window_sizes(num_pieces: int, most: int, epoch: int) -> list[int]:
-    """Return how many pieces (see Lanes) each window has. In epoch 0 windows grow, so that training can begin early."""
+def window_sizes(num_slices: int, most: int, epoch: int) -> list[int]:
+    """Return how many slices each window of a lane has. In epoch 0 windows grow, so that training can begin early."""
     sizes: list[int] = []
     size = most if epoch else 1
-    while (left := num_pieces - sum(sizes)) > 0:
+    while (left := num_slices - sum(sizes)) > 0:
         sizes.append(min(size, left))
         size = min(2 * size, most)
     return sizes
 
 
+class Slices(NamedTuple):
+    """The parts of shards that are in one lane, nearly always whole shards. Arrays [slices] int64."""
+
+    lanes: np.ndarray
+    shards: np.ndarray
+    first_rows: np.ndarray  # indices into the rows of the data set
+    num_rows: np.ndarray
+
+
+class Windows(NamedTuple):
+    """The windows of an epoch. Arrays [windows]. Starts and ends are places (see EpochOrder)."""
+
+    lanes: np.ndarray
+    starts: np.ndarray
+    ends: np.ndarray
+    keys: np.ndarray  # uint64: of the permutation of the window's rows
+
+
 class Lanes:
-    """The lanes of a data set. A piece is the part of a shard that is in one lane, nearly always the whole shard."""
+    """The lanes of a data set: its shards in a random order, cut into slices where a lane begins."""
 
     def __init__(self, shard_rows: Sequence[int], number: int, *, seed: int) -> None:
         self.number = number
@@ -113,80 +132,94 @@ class Lanes:
         # each lane's first row, then the number of rows
         self.starts = np.arange(number + 1) * self.num_rows // number
         cuts = np.unique(np.concatenate([[0], ends, self.starts]))
-        first_rows = cuts[:-1]  # of each piece, in the random order
-        self.piece_rows = np.diff(cuts)
-        nth = np.searchsorted(ends, first_rows, side="right")
-        self.piece_shards = shards[nth]
+        begins_of_slices = cuts[:-1]
+        nth = np.searchsorted(ends, begins_of_slices, side="right")
         first_of_shards = np.cumsum(counts) - counts
-        in_shard = first_rows - begins[nth]
-        self.piece_firsts = first_of_shards[self.piece_shards] + in_shard
-        self.piece_lanes = np.searchsorted(self.starts, first_rows, side="right") - 1
+        in_shard = begins_of_slices - begins[nth]
+        self.slices = Slices(
+            lanes=np.searchsorted(self.starts, begins_of_slices, side="right") - 1,
+            shards=shards[nth],
+            first_rows=first_of_shards[shards[nth]] + in_shard,
+            num_rows=np.diff(cuts),
+        )
 
     def shards_of(self, lanes: Sequence[int]) -> list[int]:
-        """Return the indices of the shards with a piece in these lanes, ascending."""
-        is_in = np.isin(self.piece_lanes, lanes)
-        return np.unique(self.piece_shards[is_in]).tolist()
+        """Return the indices of the shards with a slice in these lanes, ascending."""
+        is_in = np.isin(self.slices.lanes, lanes)
+        return np.unique(self.slices.shards[is_in]).tolist()
 
 
 class EpochOrder:
-    """The order of one epoch. It stores a few numbers per shard, however many sequences the shard has."""
+    """The order of one epoch. It stores a few numbers per shard, however many sequences the shard has.
+
+    A place is an index into the rows of all lanes, one lane after another, before the rows are shuffled. For example,
+    three shards A, B and C of 4 rows are in 2 lanes, which cut A; a window has 1 slice, and a batch 4 rows:
+
+        place    0  1  2  3  4  5    6  7  8  9  10 11
+        lane     0                   1
+        slice    A0 A1 B0 B1 B2 B3   C0 C1 C2 C3 A2 A3    another order in each epoch
+        window   0     1             2           3
+        row      A1 A0 B2 B0 B3 B1   C1 C3 C0 C2 A2 A3    shuffled within each window
+        step     0     1     2       0     1     2        so step 0 reads A1 A0 C1 C3
+    """
 
     def __init__(self, lanes: Lanes, *, batch_size: int, window_shards: int, epoch: int) -> None:
         self.lanes = lanes
         self.each = batch_size // lanes.number  # rows of each lane in a batch
-        bits = hash_bits(lanes.seed, SHARD_STREAM, epoch, np.arange(len(lanes.piece_rows)))
-        self.pieces = np.lexsort((bits, lanes.piece_lanes))
-        rows = lanes.piece_rows[self.pieces]
-        lane = lanes.piece_lanes[self.pieces]
-        # Ends and starts are indices into the rows of all lanes, one lane after another.
-        self.piece_ends = np.cumsum(rows)
-        self.piece_starts = self.piece_ends - rows
-        sizes: list[int] = []
-        for num_pieces in np.bincount(lane).tolist():
-            sizes += window_sizes(num_pieces, window_shards, epoch)
-        windows = np.arange(len(sizes))
-        self.piece_windows = np.repeat(windows, sizes)
-        last_pieces = np.cumsum(sizes) - 1
-        first_pieces = last_pieces + 1 - sizes
-        self.window_starts = self.piece_starts[first_pieces]
-        self.window_ends = self.piece_ends[last_pieces]
-        self.window_lanes = lane[first_pieces]
-        self.window_keys = hash_bits(lanes.seed, ROW_STREAM, epoch, windows)
+        numbers = np.arange(len(lanes.slices.lanes))
+        bits = hash_bits(lanes.seed, SHARD_STREAM, epoch, numbers)
+        order = np.lexsort((bits, lanes.slices.lanes))
+        self.slices = Slices(*(column[order] for column in lanes.slices))
+        # places
+        self.slice_ends = np.cumsum(self.slices.num_rows)
+        self.slice_starts = self.slice_ends - self.slices.num_rows
+        sizes: list[int] = []  # slices of each window
+        for of_lane in np.bincount(self.slices.lanes).tolist():
+            sizes += window_sizes(of_lane, window_shards, epoch)
+        numbers = np.arange(len(sizes))
+        self.window_of_slice = np.repeat(numbers, sizes)
+        last_slices = np.cumsum(sizes) - 1
+        ends = self.slice_ends[last_slices]
+        self.windows = Windows(
+            lanes=self.slices.lanes[last_slices],
+            starts=np.append(0, ends[:-1]),
+            ends=ends,
+            keys=hash_bits(lanes.seed, ROW_STREAM, epoch, numbers),
+        )
 
     def rows(self, first_step: int, last_step: int, indices: np.ndarray) -> np.ndarray:
         """Return [steps, n] int64: the sequences with these `indices` [n] in the batches [first_step, last_step)."""
         lane, number = np.divmod(indices, self.each)
         steps = np.arange(first_step, last_step)[:, None]
-        # as if nothing were shuffled
         in_lane = number + steps * self.each
         grid = self.lanes.starts[lane] + in_lane
         unshuffled = grid.ravel()
-        window = np.searchsorted(self.window_starts, unshuffled, side="right") - 1
-        starts = self.window_starts[window]
-        sizes = (self.window_ends[window] - starts).astype(np.uint64)
+        window = np.searchsorted(self.windows.starts, unshuffled, side="right") - 1
+        starts = self.windows.starts[window]
+        sizes = (self.windows.ends[window] - starts).astype(np.uint64)
         positions = (unshuffled - starts).astype(np.uint64)
-        moved = permuted(positions, sizes, self.window_keys[window])
-        shuffled = moved.astype(np.int64) + starts
-        piece = np.searchsorted(self.piece_ends, shuffled, side="right")
-        first_rows = self.lanes.piece_firsts[self.pieces[piece]]
-        in_piece = shuffled - self.piece_starts[piece]
-        return (first_rows + in_piece).reshape(grid.shape)
+        moved = permuted(positions, sizes, self.windows.keys[window])
+        place = moved.astype(np.int64) + starts
+        nth = np.searchsorted(self.slice_ends, place, side="right")
+        in_slice = place - self.slice_starts[nth]
+        rows = self.slices.first_rows[nth] + in_slice
+        return rows.reshape(grid.shape)
 
     def shards_from(self, step: int, lanes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Return the shards of the windows that `step` reads in these lanes, and of later windows (in order of use)."""
         # indices into the rows of the window's own lane
-        lane_starts = self.lanes.starts[self.window_lanes]
-        begins = self.window_starts - lane_starts
-        ends = self.window_ends - lane_starts
+        lane_starts = self.lanes.starts[self.windows.lanes]
+        begins = self.windows.starts - lane_starts
+        ends = self.windows.ends - lane_starts
         first_row = step * self.each
-        is_left = np.isin(self.window_lanes, lanes) & (ends > first_row)
+        is_left = np.isin(self.windows.lanes, lanes) & (ends > first_row)
         is_now = is_left & (begins < first_row + self.each)
         is_later = is_left & ~is_now
-        shards = self.lanes.piece_shards[self.pieces]
-        windows = self.piece_windows
-        later = np.flatnonzero(is_later[windows])
-        in_order = np.argsort(begins[windows][later], kind="stable")
-        return shards[is_now[windows]], shards[later[in_order]]
+        shards = self.slices.shards
+        window = self.window_of_slice
+        later = np.flatnonzero(is_later[window])
+        in_order = np.argsort(begins[window][later], kind="stable")
+        return shards[is_now[window]], shards[later[in_order]]
 
 
 class ShardSampler:
@@ -350,14 +383,14 @@ def eval_shards(
         of_rank = sample[own.start : own.stop]
         parts.append(of_rank)
     if 0 in ranks:
-        shown = spread(len(sample), num_shown)
+        shown = evenly_spaced(len(sample), num_shown)
         parts.append(sample[shown])
     rows = np.concatenate(parts)
     shards = np.searchsorted(np.cumsum(shard_rows), rows, side="right")
     return np.unique(shards).tolist()
 
 
-def spread(num_rows: int, most: int) -> np.ndarray:
+def evenly_spaced(num_rows: int, most: int) -> np.ndarray:
     """Return at most `most` evenly spaced row indices, including the first row and the last."""
     return np.unique(np.linspace(0, num_rows - 1, most).astype(np.int64))
 

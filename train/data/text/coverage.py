@@ -26,11 +26,11 @@ CURE = (
 )
 
 
-class Sample:
-    """An evenly spaced sample of all texts seen: at most MOST_SAMPLES pieces of SAMPLED_CHARS characters."""
+class TextSample:
+    """An evenly spaced sample of all texts seen: at most MOST_SAMPLES excerpts of SAMPLED_CHARS characters."""
 
     def __init__(self) -> None:
-        self.pieces: list[str] = []
+        self.excerpts: list[str] = []
         self.seen = 0
         self.every = 1
 
@@ -39,10 +39,10 @@ class Sample:
         for text in texts:
             for start in range(0, len(text), SAMPLED_CHARS):
                 if self.seen % self.every == 0:
-                    self.pieces.append(text[start : start + SAMPLED_CHARS])
+                    self.excerpts.append(text[start : start + SAMPLED_CHARS])
                 self.seen += 1
-                if len(self.pieces) == MOST_SAMPLES:
-                    self.pieces = self.pieces[::2]
+                if len(self.excerpts) == MOST_SAMPLES:
+                    self.excerpts = self.excerpts[::2]
                     self.every *= 2
             yield text
 

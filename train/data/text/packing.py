@@ -48,32 +48,30 @@ class Packer:
     def _cut(self, stream: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
         """Cut the stream into sequences.
 
-        Returns the start of each, the place of the document end nearest its middle (-1: none), whether there is one,
-        and the number of tokens used.
+        Returns the start of each, the place in it of the document end nearest its middle, whether that is inside the
+        sequence, and the number of tokens used.
         """
         length = self.seq_len - 3
         ends = np.flatnonzero(stream == self.sep_id)
-        next_ends = [*ends.tolist(), len(stream) + length]
+        # The document that is not yet complete ends beyond all sequences, so that each position has a next end.
+        ends = np.append(ends, len(stream) + length)
+        list_of_ends = ends.tolist()
         starts = []
         position = 0
-        nearest = 0
+        number = 0
         while position + length + 1 <= len(stream):
-            nearest = bisect_left(next_ends, position, nearest)
-            if next_ends[nearest] == position:  # the document ended with the previous sequence
+            number = bisect_left(list_of_ends, position, number)
+            next_end = list_of_ends[number]
+            if next_end == position:  # the document ended with the previous sequence
                 position += 1
                 continue
             starts.append(position)
-            position += length + (next_ends[nearest] < position + length)
+            position += length
+            if next_end < position:  # its separator is the middle one of the sequence
+                position += 1
         first = np.array(starts, np.int64)
-        middle = first + length // 2
-        far = 2 * len(stream)
-        place = np.searchsorted(ends, middle)
-        before = np.concatenate([[-far], ends])[place]
-        after = np.concatenate([ends, [far]])[place]
-        is_before = middle - before <= after - middle
-        cuts = np.where(is_before, before, after) - first
+        cuts = nearest(ends, first + length // 2) - first
         at_end = (cuts > 0) & (cuts < length)
-        cuts = np.where(at_end, cuts, -1)
         return first, cuts, at_end, position
 
     def _assemble(
@@ -108,3 +106,11 @@ class Packer:
         pivot = (cuts + 2).astype(np.uint16)
         same_document = (~at_end).astype(np.uint8)
         return Rows(tokens, pivot, same_document)
+
+
+def nearest(values: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """Return the nearest of ascending `values` for each of `targets`; the lower one of two that are equally near."""
+    after = np.searchsorted(values, targets).clip(max=len(values) - 1)
+    before = (after - 1).clip(min=0)
+    is_before = targets - values[before] <= values[after] - targets
+    return np.where(is_before, values[before], values[after])
