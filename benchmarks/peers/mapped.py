@@ -18,7 +18,7 @@ Columns = dict[str, list[Any]]
 
 def prepare(text: str, source: str, folder: Path, *, seq_len: int, processes: int) -> int:
     """Write rows of `seq_len` tokens to `folder`, and return how many there are."""
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     options: dict[str, Any] = {"batched": True}
     if processes > 1:
         options["num_proc"] = processes
