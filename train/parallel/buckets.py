@@ -2,8 +2,8 @@
 
 Gradients are views of flat buckets in the order in which they arrive in a backward pass. In the last one of a step, a
 bucket is sent when its gradients are complete, as in torch's DDP, https://arxiv.org/abs/2006.15704, section 3.2.3.
-Ranks whose steps are recorded and ranks whose steps are not send the same buckets in the same order. No recording has a
-part in that.
+Ranks whose steps are recorded and ranks whose steps are not send the same buckets in the same order. The host sends
+them, between recordings.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BUCKET_BYTES = 25 * 2**20
 
 
 class BucketSync(GradSync):
-    """A reduction by sums over the ranks, for steps that may be recorded."""
+    """A reduction by sums over the ranks. Gradients keep their addresses and places, also after a resume."""
 
     adds_counts = True
 
