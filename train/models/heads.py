@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import isfinite
+from typing import Any
 
 import torch
 import transformers
@@ -18,7 +19,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from train.config import ModelConfig, check, shortlist
 from train.config.checks import SHOWN_NAMES
 from train.models.encoder import fitting_config, make_network
-from train.models.network import Network, with_unread_masks
+from train.models.network import ADDING, Network, with_unread_masks
+from train.models.unpadded import Padding, leave_out_padding
 from train.storage.atomic_io import warn_once
 
 # The possible names of a head's dropout in transformers' configurations.
@@ -66,17 +68,25 @@ class PaddedEncoder(Network):
 
     # the scale of the targets that the head learns; its export has none
     scale: Scale | None = None
+    leaves_out_padding = False  # the layers read no padding in training
+
+    def leave_out_padding(self) -> None:
+        if self.network.config.model_type in ADDING:
+            assert self.encoder is not None
+            leave_out_padding(self.network, self.encoder)
+            self.leaves_out_padding = True
 
     def forward(self, input_ids: Tensor, real: Tensor | None, token_type_ids: Tensor) -> Tensor:
         """Return logits: [B, C] for a label per sequence, [B, S, C] for one per token, [B, S, 2] for a span's two ends.
 
         The inputs are [B, S] int64. `real` is 1 at tokens and 0 at padding; None if there is no padding.
         """
-        output = self.network(
-            input_ids=input_ids,
-            attention_mask=None if real is None else self.mask(real),
-            **self.segments(token_type_ids),
-        )
+        options: dict[str, Any] = self.segments(token_type_ids)
+        if real is not None:
+            options["attention_mask"] = self.mask(real)
+            if self.leaves_out_padding and self.training:
+                options["padding"] = Padding(real) or None
+        output = self.network(input_ids=input_ids, **options)
         if "start_logits" in output:
             return torch.stack([output.start_logits, output.end_logits], dim=-1)
         logits: Tensor = output.logits

@@ -146,6 +146,10 @@ class Network(nn.Module):
             self.network.set_attn_implementation("eager")
             self.mask_dtype = dtype
 
+    def leave_out_padding(self) -> None:
+        """Let the layers read training batches without their padding, if they can and there is any."""
+        return
+
     def recompute_layers(self, checkpoint: Checkpoint) -> None:
         """Keep only the input of each layer for the backward pass. Raises InputError if no layer is known.
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,7 @@ from train.parallel.precision import (
 
 if TYPE_CHECKING:
     from train.data.batches.loader import Batch
+    from train.models.network import Network
 
 logger = logging.getLogger("train")
 EXACT_RANKS = 2  # the sum of two numbers does not depend on their order
@@ -120,6 +121,8 @@ class DDP(Backend):
             )
             self.compiler.expect(lengths)
             self.compiles = self.compiler.what
+        elif not self.is_cuda and not self.captures and is_network(model):
+            model.leave_out_padding()  # where padding is depends on the batch, which a recorded step cannot follow
         if self.recomputes:
             model.recompute_layers(partial(checkpoint, use_reentrant=False))
 
@@ -128,10 +131,8 @@ class DDP(Backend):
         check_precision(model, self.precision)
         # On CPUs, attention in bf16 is computed by matrix products: SDPA's backward pass takes four times as long
         # (benchmarks/notes.md).
-        from train.models.network import Network  # late: it imports transformers
-
         model.to(self.device)
-        if not isinstance(model, Network):
+        if not is_network(model):
             return
         model.keep_relative_positions()
         if self.is_cuda:
@@ -352,6 +353,12 @@ class CudaWork(Work):
         taken_s = sum(begin.elapsed_time(end) for begin, end in self.events) / 1000
         self.events.clear()
         return taken_s
+
+
+def is_network(model: nn.Module) -> TypeGuard[Network]:
+    from train.models.network import Network  # late: it imports transformers
+
+    return isinstance(model, Network)
 
 
 def pick_device(name: str, local_rank: int, local_world_size: int) -> torch.device:

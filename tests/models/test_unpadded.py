@@ -1,0 +1,108 @@
+"""Layers that read no padding: logits and gradients are those of padded rows."""
+
+import json
+
+import pytest
+import torch
+from test_heads import NO_DROPOUT, S, build, sizes
+
+from train.config import BackendConfig
+from train.models.network import ADDING, repeated_layers
+from train.models.unpadded import MULTIPLE
+from train.parallel.ddp import DDP
+
+LENGTHS = (S, 7, 3, 5, 0, 1, 2, 1)  # 31 tokens of 96 places; one row has none
+
+
+def rows(lengths=LENGTHS):
+    """Ids, 1 for tokens, segments."""
+    torch.manual_seed(1)
+    real = (torch.arange(S) < torch.tensor(lengths)[:, None]).long()
+    ids = torch.where(real.bool(), torch.randint(5, 101, real.shape), 1)
+    return ids, real, (torch.arange(S) > 4).long() * real
+
+
+def watched(model):
+    """The shapes of what the first layer reads, as they come."""
+    shapes = []
+    first = repeated_layers(model.network)[0]
+
+    def see(_layer, args, kwargs):
+        hidden = args[0] if args else kwargs["hidden_states"]
+        shapes.append(list(hidden.shape[:2]))
+
+    first.register_forward_pre_hook(see, with_kwargs=True)
+    return shapes
+
+
+def outcome(model, inputs):
+    """Logits where a row has tokens to answer for, and gradients of a weighted sum, by name."""
+    logits = model(*inputs)
+    real = inputs[1].bool()
+    is_answered = real[:, 0] if logits.ndim == 2 else real
+    logits = logits[is_answered]
+    (logits * torch.linspace(-1, 1, logits.numel()).view(logits.shape)).sum().backward()
+    gradients = {name: weight.grad for name, weight in model.named_parameters()}
+    return logits.detach(), gradients
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("head", ["label", "token", "span"])
+@pytest.mark.parametrize("architecture", ADDING)
+def test_logits_and_gradients_are_those_of_padded_rows(architecture, head, attention):
+    found = []
+    seen = []
+    for leaves_out in (False, True):
+        model = build(head, sizes(architecture, attention=attention, **NO_DROPOUT)).train()
+        if leaves_out:
+            model.leave_out_padding()
+        shapes = watched(model)
+        found.append(outcome(model, rows()))
+        seen.append(shapes[0])
+    assert seen == [[8, S], [1, MULTIPLE]]
+    (logits, gradients), (other_logits, other_gradients) = found
+    torch.testing.assert_close(other_logits, logits, rtol=1e-5, atol=1e-5)
+    assert gradients.keys() == other_gradients.keys()
+    for name, gradient in gradients.items():
+        if gradient is None:
+            assert other_gradients[name] is None
+            continue
+        closeness = {"rtol": 1e-4, "atol": 1e-5 * float(gradient.abs().max() + 1)}
+        torch.testing.assert_close(other_gradients[name], gradient, **closeness)
+
+
+def test_where_nothing_is_saved_rows_are_read_as_they_are():
+    model = build("token", sizes(**NO_DROPOUT)).train()
+    model.leave_out_padding()
+    shapes = watched(model)
+    model(*rows((S, S, 9)))  # 33 tokens of 36 places: 64 would be read
+    ids, _, segments = rows()
+    model(ids, None, segments)
+    model.eval()
+    model(*rows())
+    assert shapes == [[3, S], [8, S], [8, S]]
+
+
+def test_only_cpus_that_compile_nothing_leave_it_out_and_only_of_architectures_that_are_known():
+    for architecture, expected in (("bert", True), ("deberta-v2", False)):
+        model = build("label", sizes(architecture)).train()
+        DDP(BackendConfig(device="cpu")).setup_model(model)
+        assert model.leaves_out_padding == expected
+        shapes = watched(model)
+        model(*rows())
+        assert shapes == [[1, MULTIPLE] if expected else [8, S]]
+    model = build("label", sizes()).train()
+    DDP(BackendConfig(device="cpu", compile="layers")).setup_model(model)
+    assert not model.leaves_out_padding
+
+
+def test_exports_know_nothing_of_it(tmp_path):
+    for name, leaves_out in (("plain", False), ("without", True)):
+        model = build("label", sizes())
+        if leaves_out:
+            model.leave_out_padding()
+        model.export(tmp_path / name)
+    plain, without = (tmp_path / name for name in ("plain", "without"))
+    for file in ("config.json", "model.safetensors"):
+        assert (plain / file).read_bytes() == (without / file).read_bytes()
+    assert "unpadded" not in json.dumps(json.loads((without / "config.json").read_text()))
