@@ -86,14 +86,37 @@ def test_where_nothing_is_saved_rows_are_read_as_they_are():
 def test_only_cpus_that_compile_nothing_leave_it_out_and_only_of_architectures_that_are_known():
     for architecture, expected in (("bert", True), ("deberta-v2", False)):
         model = build("label", sizes(architecture)).train()
-        DDP(BackendConfig(device="cpu")).setup_model(model)
+        DDP(BackendConfig(device="cpu")).leave_out_padding(model)
         assert model.leaves_out_padding == expected
         shapes = watched(model)
         model(*rows())
         assert shapes == [[1, MULTIPLE] if expected else [8, S]]
     model = build("label", sizes()).train()
-    DDP(BackendConfig(device="cpu", compile="layers")).setup_model(model)
+    DDP(BackendConfig(device="cpu", compile="layers")).leave_out_padding(model)
     assert not model.leaves_out_padding
+    model.network.config.chunk_size_feed_forward = 3
+    model.leave_out_padding()
+    assert not model.leaves_out_padding
+
+
+def test_a_class_of_the_users_reads_rows():
+    model = build("label", sizes()).train()
+    plain = type(model.network)
+    model.network.__class__ = type("Mine", (plain,), {"__module__": "mine"})
+    model.leave_out_padding()
+    shapes = watched(model)
+    model(*rows())
+    assert not model.leaves_out_padding and shapes == [[8, S]]
+
+
+def test_a_batch_without_tokens_is_read_as_it_is():
+    model = build("token", sizes(**NO_DROPOUT)).train()
+    for _ in range(2):  # the second time changes nothing
+        model.leave_out_padding()
+    shapes = watched(model)
+    model(*rows([0, 0]))
+    model(*rows())
+    assert shapes == [[2, S], [1, MULTIPLE]]
 
 
 def test_exports_know_nothing_of_it(tmp_path):

@@ -71,10 +71,17 @@ class PaddedEncoder(Network):
     leaves_out_padding = False  # the layers read no padding in training
 
     def leave_out_padding(self) -> None:
-        if self.network.config.model_type in ADDING:
-            assert self.encoder is not None
-            leave_out_padding(self.network, self.encoder)
-            self.leaves_out_padding = True
+        config = self.network.config
+        # a class of the user's may read hidden states inside, or not hand on `padding`
+        is_known = type(self.network).__module__.startswith("transformers.")
+        in_chunks = getattr(
+            config, "chunk_size_feed_forward", 0
+        )  # of a length that divides S, but not T
+        if not is_known or config.model_type not in ADDING or in_chunks or self.leaves_out_padding:
+            return
+        assert self.encoder is not None
+        leave_out_padding(self.network, self.encoder)
+        self.leaves_out_padding = True
 
     def forward(self, input_ids: Tensor, real: Tensor | None, token_type_ids: Tensor) -> Tensor:
         """Return logits: [B, C] for a label per sequence, [B, S, C] for one per token, [B, S, 2] for a span's two ends.
@@ -85,7 +92,9 @@ class PaddedEncoder(Network):
         if real is not None:
             options["attention_mask"] = self.mask(real)
             if self.leaves_out_padding and self.training:
-                options["padding"] = Padding(real) or None
+                padding = Padding(real)
+                if padding.is_worth_it:
+                    options["padding"] = padding
         output = self.network(input_ids=input_ids, **options)
         if "start_logits" in output:
             return torch.stack([output.start_logits, output.end_logits], dim=-1)

@@ -1,7 +1,7 @@
-"""Encoders whose layers read the tokens of a batch without its padding. Only attention reads padded rows.
+"""Encoders whose layers read the tokens of a batch without its padding. In them, only attention reads padded rows.
 
-All other operations treat each token by itself, so that padding would only take time. ModernBERT is trained like this
-(https://arxiv.org/abs/2412.13663, section 2.1.2).
+All other operations of a layer treat each token by itself, so that padding would only take time. ModernBERT is trained
+like this (https://arxiv.org/abs/2412.13663, section 2.1.2).
 
 Shapes: B sequences, S tokens with padding, T tokens of a batch without padding.
 """
@@ -20,22 +20,24 @@ from transformers.models.bert.modeling_bert import eager_attention_forward
 
 # T is a multiple of this: oneDNN prepares its kernels anew for each number of rows, and keeps about 1,000 of them
 MULTIPLE = 32
+PREFIX = "unpadded_"
 ATTENTION = {"eager": eager_attention_forward, "sdpa": ALL_ATTENTION_FUNCTIONS["sdpa"]}
 
 
 class Padding:
-    """The padding of a batch. `real` [B, S] is 1 at tokens and 0 at padding."""
+    """The places of a batch's tokens among its padding. `real` [B, S] is 1 at tokens and 0 at padding."""
 
     def __init__(self, real: Tensor) -> None:
         self.shape = real.shape
-        self.places = real.flatten().nonzero().flatten()  # those of tokens, int64
+        self.places = real.flatten().nonzero().flatten()  # int64
         extra = -len(self.places) % MULTIPLE
-        # some are read twice, so that there are T of them
+        # the first is read again, so that T is a multiple
         self.read = torch.cat([self.places, self.places[:1].expand(extra)])
 
-    def __bool__(self) -> bool:
-        """Return whether there is enough padding for leaving it out."""
-        return len(self.read) < self.shape.numel()
+    @property
+    def is_worth_it(self) -> bool:
+        """True if the layers have fewer tokens to read without padding."""
+        return 0 < len(self.read) < self.shape.numel()
 
     def left_out(self, rows: Tensor) -> Tensor:
         """Return [1, T, ...], the tokens of `rows` [B, S, ...]."""
@@ -53,8 +55,8 @@ def leave_out_padding(network: PreTrainedModel, encoder: nn.Module) -> None:
 
     All layers must hand this argument on to attention, which must be one of ATTENTION.
     """
-    kind = network.config._attn_implementation
-    name = f"unpadded_{kind}"
+    kind = network.config._attn_implementation.removeprefix(PREFIX)
+    name = PREFIX + kind
     ALL_ATTENTION_FUNCTIONS.register(name, partial(attend, ATTENTION[kind]))
     network.set_attn_implementation(name)
     encoder.register_forward_pre_hook(_enter, with_kwargs=True)
@@ -82,6 +84,7 @@ def attend(
 
 
 def _enter(_encoder: nn.Module, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+    """Replace the hidden states [B, S, H] that the layers are given by those of tokens, [1, T, H]."""
     padding = options.get("padding")
     if padding is None:
         return None
@@ -93,6 +96,7 @@ def _enter(_encoder: nn.Module, args: tuple[Any, ...], options: Mapping[str, Any
 
 
 def _leave(_encoder: nn.Module, _args: Any, options: Mapping[str, Any], output: Any) -> Any:
+    """Replace the hidden states [1, T, H] that the layers return by those of rows, [B, S, H]."""
     padding = options.get("padding")
     if padding is not None:
         output["last_hidden_state"] = padding.put_back(output.last_hidden_state)

@@ -85,6 +85,10 @@ class Backend(ABC):
         A step has `accumulation` micro batches. Over the whole run, batches have `lengths` different shapes.
         """
 
+    def leave_out_padding(self, model: nn.Module) -> None:
+        """Let the layers of a model read training batches without padding, where that is faster."""
+        return
+
     def compile_loss(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Return `loss`, a function of logits, compiled if the model is compiled."""
         return loss

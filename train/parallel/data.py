@@ -56,6 +56,7 @@ class DataParallel(Engine):
         self.data_size = backend.world.size
         self.max_grad_norm = optim.max_grad_norm
         backend.setup_model(model, accumulation=accumulation, lengths=lengths)
+        backend.leave_out_padding(model)  # stages of a pipeline hand on rows
         self.sync = self.build_sync(accumulation)
         self.parameters = [
             parameter for parameter in model.parameters() if parameter.requires_grad

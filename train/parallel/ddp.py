@@ -121,10 +121,13 @@ class DDP(Backend):
             )
             self.compiler.expect(lengths)
             self.compiles = self.compiler.what
-        elif not self.is_cuda and not self.captures and is_network(model):
-            model.leave_out_padding()  # where padding is depends on the batch, which a recorded step cannot follow
         if self.recomputes:
             model.recompute_layers(partial(checkpoint, use_reentrant=False))
+
+    def leave_out_padding(self, model: nn.Module) -> None:
+        # GPUs would wait for the places of tokens, and compiled layers need a graph for each number of tokens.
+        if not self.is_cuda and self.compiler is None and is_network(model):
+            model.leave_out_padding()
 
     def place(self, model: nn.Module) -> None:
         """Move a model to the device. Raises InputError if its code does not run in this backend's precision."""

@@ -288,8 +288,6 @@ class TextTask(Task):
         lengths = ", ".join(map(str, self.lengths))
         share = self.facts["padding_share"]
         padding = f"in training at least {share:.1%} of the tokens are padding"
-        if self.sizes.leaves_out_padding(self.run_cfg):
-            padding += ", which the layers do not read"
         line = f"batches of {lengths} tokens (data.lengths={self.data.lengths}); {padding}"
         if self.labels:
             line = f"{len(self.labels)} classes: {shortlist(self.labels)}; {line}"
@@ -310,8 +308,6 @@ class TextTask(Task):
     def micro_batches(self, share: int, replicas: int) -> int:
         parallel = self.run_cfg.parallel
         if self.buckets is None or not isinstance(parallel, DataParallelConfig):
-            return 1
-        if self.sizes.leaves_out_padding(self.run_cfg):
             return 1
         return self.buckets.best_cut(share, replicas, cost=pass_cost(self.run_cfg))
 

@@ -10,7 +10,7 @@ from train.config import InputError, ModelConfig, RecordsConfig, TrainConfig, ch
 from train.data.records.table_facts import MOST_GRAPHS, STEP, best_lengths
 from train.data.shards.cache import cache_dir
 from train.models.encoder import fitting_config, model_config, most_positions
-from train.models.network import ADDING, READING_PADDING
+from train.models.network import READING_PADDING
 from train.models.source import resolved, task_tokenizer
 from train.parallel.backends import compiles_each_length, is_cuda, name_of
 
@@ -76,13 +76,6 @@ class Sizes:
     def has_one_length(self) -> bool:
         """True if all rows are padded to `seq_len`, because the architecture reads padding."""
         return self.config.model_type in READING_PADDING
-
-    def leaves_out_padding(self, cfg: TrainConfig) -> bool:
-        """Return whether the model's layers read training batches without padding: on CPUs, without compilation."""
-        place = cfg.backend, cfg.instance
-        is_cpu = name_of(*place) == "ddp" and not is_cuda(*place)
-        is_compiled = compiles_each_length(*place)
-        return is_cpu and not is_compiled and self.config.model_type in ADDING
 
     def note(self) -> str:
         """Return a sentence about an architecture whose answer to a row could depend on other rows, else ""."""
