@@ -74,9 +74,8 @@ class PaddedEncoder(Network):
         config = self.network.config
         # a class of the user's may read hidden states inside, or not hand on `padding`
         is_known = type(self.network).__module__.startswith("transformers.")
-        in_chunks = getattr(
-            config, "chunk_size_feed_forward", 0
-        )  # of a length that divides S, but not T
+        # chunks of a length that may not divide T
+        in_chunks = getattr(config, "chunk_size_feed_forward", 0)
         if not is_known or config.model_type not in ADDING or in_chunks or self.leaves_out_padding:
             return
         assert self.encoder is not None

@@ -132,8 +132,6 @@ class DDP(Backend):
     def place(self, model: nn.Module) -> None:
         """Move a model to the device. Raises InputError if its code does not run in this backend's precision."""
         check_precision(model, self.precision)
-        # On CPUs, attention in bf16 is computed by matrix products: SDPA's backward pass takes four times as long
-        # (benchmarks/notes.md).
         model.to(self.device)
         if not is_network(model):
             return
@@ -141,6 +139,7 @@ class DDP(Backend):
         if self.is_cuda:
             model.align_logits()
         elif self.precision == "bf16":
+            # SDPA's backward pass takes four times as long there (benchmarks/notes.md).
             model.attend_by_products(torch.bfloat16)
 
     def compile_loss(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
