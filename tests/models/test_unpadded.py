@@ -7,8 +7,9 @@ import torch
 from test_heads import NO_DROPOUT, S, build, sizes
 
 from train.config import BackendConfig
+from train.models import unpadded
 from train.models.network import ADDING, repeated_layers
-from train.models.unpadded import MULTIPLE
+from train.models.unpadded import MULTIPLE, similar_rows
 from train.parallel.ddp import DDP
 
 LENGTHS = (S, 7, 3, 5, 0, 1, 2, 1)  # 31 tokens of 96 places; one row has none
@@ -49,7 +50,9 @@ def outcome(model, inputs):
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("head", ["label", "token", "span"])
 @pytest.mark.parametrize("architecture", ADDING)
-def test_logits_and_gradients_are_those_of_padded_rows(architecture, head, attention):
+def test_logits_and_gradients_are_those_of_padded_rows(architecture, head, attention, monkeypatch):
+    monkeypatch.setattr(unpadded, "GROUP_PAIRS", 10)
+    assert similar_rows(sorted(LENGTHS)) == [1, 2, 2, 1, 1, 1]
     found = []
     seen = []
     for leaves_out in (False, True):
@@ -69,6 +72,18 @@ def test_logits_and_gradients_are_those_of_padded_rows(architecture, head, atten
             continue
         closeness = {"rtol": 1e-4, "atol": 1e-5 * float(gradient.abs().max() + 1)}
         torch.testing.assert_close(other_gradients[name], gradient, **closeness)
+
+
+def test_rows_of_similar_lengths_are_one_group():
+    for lengths, groups in {
+        (): [],
+        (0,): [1],
+        (30,) * 11: [1, 2, 8],
+        (2, 3, 4, 5, 50, 55, 60, 70): [8],
+        (2, 3, 4, 5, 250, 260, 270, 280): [4, 4],
+        (20, 20, 300, 512): [2, 1, 1],
+    }.items():
+        assert similar_rows(lengths) == groups
 
 
 def test_where_nothing_is_saved_rows_are_read_as_they_are():

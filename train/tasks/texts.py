@@ -10,7 +10,7 @@ from train.config import InputError, ModelConfig, RecordsConfig, TrainConfig, ch
 from train.data.records.table_facts import MOST_GRAPHS, STEP, best_lengths
 from train.data.shards.cache import cache_dir
 from train.models.encoder import fitting_config, model_config, most_positions
-from train.models.network import READING_PADDING
+from train.models.network import ADDING, READING_PADDING
 from train.models.source import resolved, task_tokenizer
 from train.parallel.backends import compiles_each_length, is_cuda, name_of
 
@@ -136,6 +136,13 @@ def every_length(shortest: int, longest: int) -> tuple[int, ...]:
     """Return the multiples of `eager_step` from `shortest`, up to `longest`, which is the last length."""
     step = eager_step(longest)
     return (*range(-(-min(shortest, longest) // step) * step, longest, step), longest)
+
+
+def reads_no_padding(cfg: TrainConfig, sizes: Sizes) -> bool:
+    """Return whether the layers of a run's model read batches without padding (train.models.unpadded)."""
+    place = cfg.backend, cfg.instance
+    is_eager_cpu = not is_cuda(*place) and not compiles_each_length(*place)
+    return is_eager_cpu and sizes.config.model_type in ADDING
 
 
 def pass_cost(cfg: TrainConfig) -> int:
