@@ -18,7 +18,7 @@ from transformers import (
 from train.config import BackendConfig, HeadSize, ModelConfig
 from train.models import encoder
 from train.models.encoder import build_masked_lm
-from train.models.heads import build_with_head, logits_of
+from train.models.heads import PaddedEncoder, build_with_head, logits_of
 from train.models.network import READING_PADDING
 from train.parallel.ddp import DDP
 from train.parallel.guards import watch_masks
@@ -510,6 +510,21 @@ def test_weights_that_cannot_be_read_are_one_line(encoder_folder, tmp_path, cont
 def without_gradient(model):
     outcome(model.train(), batch())
     return {name for name, parameter in model.named_parameters() if parameter.grad is None}
+
+
+@pytest.mark.parametrize("architecture", ["deberta", "deberta-v2"])
+def test_relative_positions_that_a_prediction_made_can_be_trained_with(architecture):
+    config = build("label", sizes(architecture)).network.config
+    config.relative_attention = True
+    config.pos_att_type = ["c2p", "p2c"]
+    model = PaddedEncoder(AutoModelForSequenceClassification.from_config(config))
+    model.eval()
+    model.keep_relative_positions()
+    inputs = batch()
+    with torch.inference_mode():
+        predicted = model(*inputs)
+    logits, _ = outcome(model, inputs)
+    torch.testing.assert_close(logits, predicted)
 
 
 @pytest.mark.parametrize(

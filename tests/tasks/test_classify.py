@@ -13,6 +13,7 @@ from train.config.tasks import ClassifyConfig
 from train.data.records.table_facts import best_lengths, padding_share
 from train.data.shards.order import PADDING
 from train.storage.folders import LocalFolder
+from train.tasks import texts as sizes_of_texts
 from train.tasks.classify import ClassifyFeaturizer, class_weights, scores, tables
 from train.tasks.texts import lengths_up_to
 
@@ -60,6 +61,19 @@ def make(data, tokenizer_folder, tmp_path_factory):
 @pytest.fixture(scope="module")
 def task(make):
     return make("task.class_weights=balanced", "task.label_smoothing=0.1", "data.lengths=[16,32]")
+
+
+def test_a_step_is_cut_only_where_layers_read_padding(make, monkeypatch):
+    monkeypatch.setattr(
+        sizes_of_texts, "CPU_PASS", 0
+    )  # a pass that costs nothing is always worth it
+    for overrides, is_cut in {
+        (): False,
+        ("backend.compile=layers",): True,
+        ("model.architecture=deberta", "model.embedding_size=null"): True,
+    }.items():
+        task = make("backend.device=cpu", "data.lengths=[16,32]", *overrides)
+        assert (task.micro_batches(32, 1) > 1) == is_cut
 
 
 def test_texts_are_cut_and_counted(tokenizer):

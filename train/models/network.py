@@ -191,9 +191,7 @@ class Network(nn.Module):
             hidden = args[0]
             key = (hidden.size(1), hidden.device)
             if key not in known:
-                # predictions would make a tensor that training cannot use
-                with torch.inference_mode(False):
-                    known[key] = module.get_rel_pos(hidden)
+                known[key] = module.get_rel_pos(hidden)
             return args, {**options, "relative_pos": known[key]}
 
         encoder = self.encoder
