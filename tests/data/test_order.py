@@ -247,6 +247,13 @@ def test_a_step_is_cut_where_that_saves_more_padding_than_a_pass_costs():
     assert buckets.best_cut(31, 1, cost=100) == 1  # nothing between one pass and one for each row
 
 
+def test_a_step_is_cut_into_as_few_parts_as_have_so_many_tokens():
+    buckets = Buckets((8, 24), np.array([0, 1], np.uint8), np.zeros(0))  # 16 on average
+    cuts = [buckets.fewest_cut(12, most=most) for most in (200, 192, 191, 64, 63, 1)]
+    assert cuts == [1, 1, 2, 3, 4, 12]
+    assert buckets.fewest_cut(1, most=1) == 1
+
+
 def test_micro_batches_that_a_device_executes_together_have_one_length():
     """Otherwise each sequence of lengths would be another graph."""
     run = {"seed": 0, "global_batch_size": G, "rank": 0, "world_size": 1}

@@ -52,7 +52,7 @@ def outcome(model, inputs):
 @pytest.mark.parametrize("architecture", ADDING)
 def test_logits_and_gradients_are_those_of_padded_rows(architecture, head, attention, monkeypatch):
     monkeypatch.setattr(unpadded, "GROUP_PAIRS", 10)
-    assert similar_rows(sorted(LENGTHS)) == [1, 2, 2, 1, 1, 1]
+    assert similar_rows(sorted(LENGTHS)) == [3, 2, 1, 1, 1]
     found = []
     seen = []
     for leaves_out in (False, True):
@@ -78,12 +78,40 @@ def test_rows_of_similar_lengths_are_one_group():
     for lengths, groups in {
         (): [],
         (0,): [1],
-        (30,) * 11: [1, 2, 8],
+        (30,) * 11: [11],
         (2, 3, 4, 5, 50, 55, 60, 70): [8],
         (2, 3, 4, 5, 250, 260, 270, 280): [4, 4],
         (20, 20, 300, 512): [2, 1, 1],
+        (20, 20, 20, 300, 512): [3, 1, 1],
     }.items():
         assert similar_rows(lengths) == groups
+
+
+def test_attention_reads_groups_that_are_made_once_for_each_batch(monkeypatch):
+    read = []
+    plain = unpadded.ATTENTION["eager"]
+
+    def seen(module, query, key, value, mask, **options):
+        read.append((query.shape[0], query.shape[2], tuple(mask.shape)))
+        return plain(module, query, key, value, mask, **options)
+
+    made = []
+    of_batch = unpadded.Groups.__init__
+
+    def make(groups, padding):
+        made.append(padding)
+        of_batch(groups, padding)
+
+    monkeypatch.setitem(unpadded.ATTENTION, "eager", seen)
+    monkeypatch.setattr(unpadded.Groups, "__init__", make)
+    monkeypatch.setattr(unpadded, "GROUP_PAIRS", 50)
+    model = build("label", sizes(attention="eager", **NO_DROPOUT)).train()
+    model.leave_out_padding()
+    model(*rows())
+    one_layer = [(5, 8, (5, 1, 1, 8)), (2, 8, (2, 1, 1, 8)), (1, 16, (1, 1, 1, 16))]
+    layers = model.network.config.num_hidden_layers
+    assert read == one_layer * layers and layers > 1
+    assert len(made) == 1
 
 
 def test_where_nothing_is_saved_rows_are_read_as_they_are():
@@ -122,6 +150,19 @@ def test_a_class_of_the_users_reads_rows():
     shapes = watched(model)
     model(*rows())
     assert not model.leaves_out_padding and shapes == [[8, S]]
+
+
+def test_places_that_a_mask_hides_may_lie_anywhere():
+    ids, real, segments = rows()
+    real[0, 3] = 0
+    real[1, 0] = 0
+    found = []
+    for leaves_out in (False, True):
+        model = build("token", sizes(**NO_DROPOUT)).train()
+        if leaves_out:
+            model.leave_out_padding()
+        found.append(model(ids, real.bool(), segments)[real.bool()])
+    torch.testing.assert_close(*found)
 
 
 def test_a_batch_without_tokens_is_read_as_it_is():

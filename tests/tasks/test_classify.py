@@ -13,6 +13,7 @@ from train.config.tasks import ClassifyConfig
 from train.data.records.table_facts import best_lengths, padding_share
 from train.data.shards.order import PADDING
 from train.storage.folders import LocalFolder
+from train.tasks import finetune
 from train.tasks import texts as sizes_of_texts
 from train.tasks.classify import ClassifyFeaturizer, class_weights, scores, tables
 from train.tasks.texts import lengths_up_to
@@ -63,7 +64,7 @@ def task(make):
     return make("task.class_weights=balanced", "task.label_smoothing=0.1", "data.lengths=[16,32]")
 
 
-def test_a_step_is_cut_only_where_layers_read_padding(make, monkeypatch):
+def test_a_step_is_cut_for_padding_only_where_layers_read_it(make, monkeypatch):
     monkeypatch.setattr(
         sizes_of_texts, "CPU_PASS", 0
     )  # a pass that costs nothing is always worth it
@@ -74,6 +75,8 @@ def test_a_step_is_cut_only_where_layers_read_padding(make, monkeypatch):
     }.items():
         task = make("backend.device=cpu", "data.lengths=[16,32]", *overrides)
         assert (task.micro_batches(32, 1) > 1) == is_cut
+    monkeypatch.setattr(finetune, "CPU_TOKENS", 16)  # as for a batch of very many rows
+    assert make("backend.device=cpu", "data.lengths=[16,32]").micro_batches(32, 1) == 32
 
 
 def test_texts_are_cut_and_counted(tokenizer):

@@ -78,7 +78,8 @@ class TrainConfig(Section):
     # The number of sequences per optimizer step, over all ranks; None uses micro_batch_size times the number of ranks.
     global_batch_size: int | None = setting(None, above=0)
     # The number of sequences per forward pass of a rank; None divides global_batch_size by the number of ranks, and
-    # cuts rows of text, sorted by length, further where that saves more padding than it costs.
+    # cuts rows of text, sorted by length, further where that saves more padding than it costs or, where layers do not
+    # read padding, into parts of about 4,096 tokens.
     micro_batch_size: int | None = setting(None, above=0)
     # The length of the run in sequences; at least one of max_examples, max_steps and max_epochs must be given, and the
     # shortest applies.

@@ -19,8 +19,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from train.config import ModelConfig, check, shortlist
 from train.config.checks import SHOWN_NAMES
 from train.models.encoder import fitting_config, make_network
-from train.models.network import ADDING, Network, with_unread_masks
-from train.models.unpadded import Padding, leave_out_padding
+from train.models.network import Network, with_unread_masks
+from train.models.unpadded import Padding, can_leave_out_padding, leave_out_padding
 from train.storage.atomic_io import warn_once
 
 # The possible names of a head's dropout in transformers' configurations.
@@ -71,12 +71,10 @@ class PaddedEncoder(Network):
     leaves_out_padding = False  # the layers read no padding in training
 
     def leave_out_padding(self) -> None:
-        config = self.network.config
         # a class of the user's may read hidden states inside, or not hand on `padding`
         is_known = type(self.network).__module__.startswith("transformers.")
-        # chunks of a length that may not divide T
-        in_chunks = getattr(config, "chunk_size_feed_forward", 0)
-        if not is_known or config.model_type not in ADDING or in_chunks or self.leaves_out_padding:
+        can = is_known and can_leave_out_padding(self.network.config)
+        if not can or self.leaves_out_padding:
             return
         assert self.encoder is not None
         leave_out_padding(self.network, self.encoder)
@@ -89,9 +87,10 @@ class PaddedEncoder(Network):
         """
         options: dict[str, Any] = self.segments(token_type_ids)
         if real is not None:
-            options["attention_mask"] = self.mask(real)
+            mask = self.mask(real)
+            options["attention_mask"] = mask
             if self.leaves_out_padding and self.training:
-                padding = Padding(real)
+                padding = Padding(real, mask.dtype)
                 if padding.is_worth_it:
                     options["padding"] = padding
         output = self.network(input_ids=input_ids, **options)

@@ -15,14 +15,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.bert.modeling_bert import eager_attention_forward
 
+from train.models.network import ADDING, HIDDEN
+
 # T is a multiple of this: oneDNN prepares its kernels anew for each number of rows, and keeps about 1,000 of them
 MULTIPLE = 32
-# So many pairs of tokens, of which one is padding, take as long as one more group: 2**12 to 2**17 were tried
-# (benchmarks/notes.md).
+# So many pairs of tokens, of which one is padding, take as long as one more group. With MiniLM, 2**13 and 2**17 were no
+# faster (benchmarks/notes.md).
 GROUP_PAIRS = 2**15
 STEP = 8  # tokens; with multiples of this, products are faster
 PREFIX = "unpadded_"
@@ -32,12 +34,13 @@ ATTENTION = {"eager": eager_attention_forward, "sdpa": ALL_ATTENTION_FUNCTIONS["
 class Padding:
     """The places of a batch's tokens among its padding.
 
-    `real` [B, S] is 1 at tokens and 0 at padding, which follows a row's tokens.
+    `real` [B, S] is 1 at tokens and 0 at padding. `dtype` is that of the masks that hide padding.
     """
 
-    def __init__(self, real: Tensor) -> None:
+    def __init__(self, real: Tensor, dtype: torch.dtype) -> None:
         self.shape = real.shape
-        self.lengths = real.sum(1)  # [B] int64
+        self.dtype = dtype
+        self.lengths = real.count_nonzero(1)  # [B] int64
         self.places = real.flatten().nonzero().flatten()  # int64
         extra = -len(self.places) % MULTIPLE
         # the first is read again, so that T is a multiple
@@ -50,6 +53,7 @@ class Padding:
 
     @cached_property
     def groups(self) -> Groups:
+        """The groups in which attention reads the rows. All layers share them."""
         return Groups(self)
 
     def left_out(self, rows: Tensor) -> Tensor:
@@ -67,67 +71,69 @@ class Groups:
     """The rows of a batch, sorted by length, in groups that are padded to their longest row."""
 
     def __init__(self, padding: Padding) -> None:
-        lengths = padding.lengths
-        _, most = padding.shape
-        starts = lengths.cumsum(0) - lengths  # of each row, among the tokens
-        order = lengths.argsort(stable=True)
-        self.rows = order.split(similar_rows(lengths[order].tolist()))
+        lengths, order = padding.lengths.sort(stable=True)
+        first_tokens = (padding.lengths.cumsum(0) - padding.lengths)[order]
+        sizes = similar_rows(lengths.tolist())
         self.shapes = []  # of each group: its rows, and the tokens of each
-        read = []
+        self.masks = []  # of each group, [rows, 1, 1, tokens]: added to the scores of attention
+        tokens = []
         is_token = []
-        for rows in self.rows:
-            longest = int(lengths[rows[-1]])
-            size = min(-(-max(longest, 1) // STEP) * STEP, most)
-            self.shapes.append((len(rows), size))
-            position = torch.arange(size)
-            read.append((starts[rows, None] + position).flatten())
-            is_token.append((position < lengths[rows, None]).flatten())
-        # [P]: the token at each place; padding has any token, for a mask hides it
-        self.read = torch.cat(read).clamp_(max=len(padding.places) - 1)
-        found = torch.cat(is_token).nonzero().flatten()
-        # [T]: the place of each token
-        self.place = torch.empty_like(padding.read)
-        self.place[self.read[found]] = found
-        self.place[len(padding.places) :] = self.place[0]
+        for group, firsts in zip(lengths.split(sizes), first_tokens.split(sizes), strict=True):
+            longest = max(int(group[-1]), 1)
+            position = torch.arange(-(-longest // STEP) * STEP)
+            is_real = position < group[:, None]
+            self.shapes.append(is_real.shape)
+            self.masks.append((~is_real * HIDDEN).to(padding.dtype)[:, None, None])
+            tokens.append((firsts[:, None] + position).flatten())
+            is_token.append(is_real.flatten())
+        # [P]; padding has the number of any token, for the mask hides it
+        self.token_of_place = torch.cat(tokens).clamp_(max=len(padding.places) - 1)
+        filled = torch.cat(is_token).nonzero().flatten()
+        self.place_of_token = torch.empty_like(padding.read)  # [T]
+        self.place_of_token[self.token_of_place[filled]] = filled
+        self.place_of_token[len(padding.places) :] = self.place_of_token[0]
 
     def of(self, tokens: Tensor) -> list[Tensor]:
         """Return for each group [rows, heads, tokens, head size] of `tokens` [1, heads, T, head size]."""
-        padded = tokens[0].transpose(0, 1).index_select(0, self.read)
-        parts = padded.split([rows * size for rows, size in self.shapes])
+        padded = tokens[0].transpose(0, 1).index_select(0, self.token_of_place)
+        parts = padded.split([shape.numel() for shape in self.shapes])
         return [
             part.unflatten(0, shape).transpose(1, 2)
             for part, shape in zip(parts, self.shapes, strict=True)
         ]
 
-    def masks(self, mask: Tensor) -> list[Tensor]:
-        """Return the mask of each group, of the rows' `mask` [B, 1, 1, S]."""
-        groups = zip(self.rows, self.shapes, strict=True)
-        return [mask[rows, ..., :size] for rows, (_, size) in groups]
-
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """Return [1, T, heads, head size] of each group's [rows, tokens, heads, head size]."""
         padded = torch.cat([part.flatten(0, 1) for part in parts])
-        return padded.index_select(0, self.place)[None]
+        return padded.index_select(0, self.place_of_token)[None]
 
 
 def similar_rows(lengths: Sequence[int]) -> list[int]:
     """Return of how many rows each group consists, for ascending `lengths`.
 
-    The numbers are powers of two, so that products have few different shapes.
+    The numbers are powers of two, but for the first, so that products have few different shapes.
     """
     pairs = [length**2 for length in lengths]
     groups: list[int] = []
     stop = len(lengths)
     while stop:
         rows = 1
-        while 2 * rows <= stop:
-            added = pairs[stop - 2 * rows : stop]
-            if len(added) * added[-1] - sum(added) > GROUP_PAIRS:
+        while rows < stop:
+            start = max(stop - 2 * rows, 0)
+            needed = pairs[start:stop]
+            if len(needed) * needed[-1] - sum(needed) > GROUP_PAIRS:
                 break
-            rows *= 2
+            rows = len(needed)
         groups.insert(0, rows)
         stop -= rows
     return groups
+
+
+def can_leave_out_padding(config: PreTrainedConfig) -> bool:
+    """Return whether transformers' layers of this configuration can read a batch without padding."""
+    # chunks have a length that may not divide T
+    in_chunks = getattr(config, "chunk_size_feed_forward", 0)
+    return config.model_type in ADDING and not in_chunks
 
 
 def leave_out_padding(network: PreTrainedModel, encoder: nn.Module) -> None:
@@ -155,13 +161,12 @@ def attend(
 ) -> Any:
     """Call `attention` of transformers with each group of rows.
 
-    `query`, `key` and `value` are [1, heads, T, head size], `mask` [B, 1, 1, S].
+    `query`, `key` and `value` are [1, heads, T, head size].
     """
     if padding is None:
         return attention(module, query, key, value, mask, **options)
-    assert mask is not None
     groups = padding.groups
-    inputs = (groups.of(query), groups.of(key), groups.of(value), groups.masks(mask))
+    inputs = (groups.of(query), groups.of(key), groups.of(value), groups.masks)
     outputs = [attention(module, *group, **options)[0] for group in zip(*inputs, strict=True)]
     return groups.joined(outputs), None
 

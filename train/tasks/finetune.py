@@ -43,7 +43,7 @@ from train.storage.folders import Folder, canonical_json
 from train.tasks.spec import Task
 from train.tasks.state import TaskState, files_beside
 from train.tasks.table import spec_of
-from train.tasks.texts import Sizes, pass_cost, reads_no_padding, resolved_lengths
+from train.tasks.texts import CPU_TOKENS, Sizes, pass_cost, reads_no_padding, resolved_lengths
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -310,7 +310,7 @@ class TextTask(Task):
         if self.buckets is None or not isinstance(parallel, DataParallelConfig):
             return 1
         if reads_no_padding(self.run_cfg, self.sizes):
-            return 1
+            return self.buckets.fewest_cut(share, most=CPU_TOKENS)
         return self.buckets.best_cut(share, replicas, cost=pass_cost(self.run_cfg))
 
     def only_evaluates(self) -> None:

@@ -10,8 +10,9 @@ from train.config import InputError, ModelConfig, RecordsConfig, TrainConfig, ch
 from train.data.records.table_facts import MOST_GRAPHS, STEP, best_lengths
 from train.data.shards.cache import cache_dir
 from train.models.encoder import fitting_config, model_config, most_positions
-from train.models.network import ADDING, READING_PADDING
+from train.models.network import READING_PADDING
 from train.models.source import resolved, task_tokenizer
+from train.models.unpadded import can_leave_out_padding
 from train.parallel.backends import compiles_each_length, is_cuda, name_of
 
 if TYPE_CHECKING:
@@ -22,9 +23,12 @@ if TYPE_CHECKING:
 MOST_TOKENS = 512  # tokens; the limit if seq_len is not set: few texts are longer, and attention over them is slow
 MOST_PADDING = 0.1  # the share of padding in a batch's tokens that data.lengths=auto accepts
 MOST_LENGTHS = 128  # the limit on the number of batch lengths without compilation
-# The tokens that take as long as what each further pass costs: on CPUs measured (benchmarks/notes.md), on other devices
-# estimated from launching kernels, and not run on hardware.
+# The tokens that take as long as what each further pass costs, where layers read padding: on CPUs measured
+# (benchmarks/notes.md), on other devices estimated from launching kernels, and not run on hardware.
 CPU_PASS, DEVICE_PASS = 150, 2048
+# Where layers read no padding, a micro batch has about so many tokens at most. It bounds the memory that they keep for
+# the backward pass; more passes than needed for that would only take time.
+CPU_TOKENS = 4096
 EAGER_STEP = 8  # tokens; without compilation, lengths are multiples of this: on CPUs, bf16 is slower with others
 
 
@@ -142,7 +146,7 @@ def reads_no_padding(cfg: TrainConfig, sizes: Sizes) -> bool:
     """Return whether the layers of a run's model read batches without padding (train.models.unpadded)."""
     place = cfg.backend, cfg.instance
     is_eager_cpu = not is_cuda(*place) and not compiles_each_length(*place)
-    return is_eager_cpu and sizes.config.model_type in ADDING
+    return is_eager_cpu and can_leave_out_padding(sizes.config)
 
 
 def pass_cost(cfg: TrainConfig) -> int:

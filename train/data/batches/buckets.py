@@ -47,6 +47,12 @@ class Buckets:
                 tokens[cut] = cut * cost + share * mean
         return min(tokens, key=lambda cut: tokens[cut])
 
+    def fewest_cut(self, share: int, *, most: int) -> int:
+        """Return the least number of micro batches of a rank's `share` that have at most `most` tokens on average."""
+        mean = np.take(self.lengths, self.train).mean()
+        cuts = (cut for cut in range(1, share) if share % cut == 0 and share // cut * mean <= most)
+        return next(cuts, share)
+
 
 def with_bucket(examples: np.ndarray, bucket: int | np.ndarray) -> np.ndarray:
     """Return the items of `examples`, numbers below 2**48, or PADDING, which has no bucket."""
