@@ -252,6 +252,8 @@ def test_a_step_is_cut_into_as_few_parts_as_have_so_many_tokens():
     cuts = [buckets.fewest_cut(12, most=most) for most in (200, 192, 191, 64, 63, 1)]
     assert cuts == [1, 1, 2, 3, 4, 12]
     assert buckets.fewest_cut(1, most=1) == 1
+    # 31 parts of one row, where two would do, take too long
+    assert [buckets.fewest_cut(rows, most=300) for rows in (31, 32, 62)] == [1, 2, 2]
 
 
 def test_micro_batches_that_a_device_executes_together_have_one_length():

@@ -11,6 +11,7 @@ with the bucket to which it is padded: `with_bucket` packs the two into one int6
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -48,10 +49,17 @@ class Buckets:
         return min(tokens, key=lambda cut: tokens[cut])
 
     def fewest_cut(self, share: int, *, most: int) -> int:
-        """Return the least number of micro batches of a rank's `share` that have at most `most` tokens on average."""
-        mean = np.take(self.lengths, self.train).mean()
-        cuts = (cut for cut in range(1, share) if share % cut == 0 and share // cut * mean <= most)
-        return next(cuts, share)
+        """Return the least number of micro batches of a rank's `share` that have at most `most` tokens on average.
+
+        If that is over twice as many as equal parts of any size would need, the parts are larger.
+        """
+        tokens = share * np.take(self.lengths, self.train).mean()
+        needed = max(1, math.ceil(tokens / most))
+        cuts = [cut for cut in range(1, share + 1) if share % cut == 0]
+        fewest = next((cut for cut in cuts if cut >= needed), share)
+        if fewest <= 2 * needed:
+            return fewest
+        return max(cut for cut in cuts if cut <= needed)
 
 
 def with_bucket(examples: np.ndarray, bucket: int | np.ndarray) -> np.ndarray:
