@@ -513,18 +513,27 @@ def without_gradient(model):
 
 
 @pytest.mark.parametrize("architecture", ["deberta", "deberta-v2"])
-def test_relative_positions_that_a_prediction_made_can_be_trained_with(architecture):
+def test_relative_positions_that_a_prediction_made_can_be_trained_with(architecture, monkeypatch):
     config = build("label", sizes(architecture)).network.config
     config.relative_attention = True
     config.pos_att_type = ["c2p", "p2c"]
     model = PaddedEncoder(AutoModelForSequenceClassification.from_config(config))
     model.eval()
     model.keep_relative_positions()
+    plain = model.encoder.get_rel_pos
+    used = []
+
+    def noted(*args):
+        used.append(plain(*args))
+        return used[-1]
+
+    monkeypatch.setattr(model.encoder, "get_rel_pos", noted)
     inputs = batch()
     with torch.inference_mode():
         predicted = model(*inputs)
     logits, _ = outcome(model, inputs)
     torch.testing.assert_close(logits, predicted)
+    assert len(used) > 1 and all(positions is used[0] for positions in used)
 
 
 @pytest.mark.parametrize(

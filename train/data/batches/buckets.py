@@ -51,7 +51,7 @@ class Buckets:
     def fewest_cut(self, share: int, *, most: int) -> int:
         """Return the least number of micro batches of a rank's `share` that have at most `most` tokens on average.
 
-        If `share` has no such divisor up to twice the number that parts of any size would need, parts are larger.
+        If `share` has no divisor near that number, its parts are larger.
         """
         tokens = share * np.take(self.lengths, self.train).mean()
         needed = max(1, math.ceil(tokens / most))
