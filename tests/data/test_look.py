@@ -1,5 +1,7 @@
 """What a look at rows decides: the task and its columns, or the setting that decides."""
 
+import re
+
 import pytest
 
 from tests.rejections import rejects
@@ -173,6 +175,13 @@ UNCLEAR = {
         "label": list(range(40)),
     },
 }
+
+
+@pytest.mark.parametrize("label", [{"a": 1}, [["a"], ["b"]], [{"a": 1}]])
+def test_values_inside_labels_are_rejected(label):
+    columns = {"text": TEXTS, "label": [label, label]}
+    says = re.escape(f"label holds {label}, not a label or a list of labels")
+    rejects(says, look, **columns)
 
 
 @pytest.mark.parametrize("says", UNCLEAR)

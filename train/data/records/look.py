@@ -102,6 +102,7 @@ def labelled_texts(
             bool(column.values),
             f"no row has a value in {column.name}: name another data.columns.label",
         )
+        check_flat(column)
     if task is None:
         task = task_of(labels)
     found |= read
@@ -111,6 +112,17 @@ def labelled_texts(
     if "data.columns.text" in typed:
         unread = []
     return Reading(task, found, unread, seen_in(labels, task))
+
+
+def check_flat(label: Column) -> None:
+    """Raise InputError if a value is an object, or a list that holds lists or objects."""
+    for value in label.values:
+        parts = value if isinstance(value, list) else [value]
+        check(
+            not any(isinstance(part, list | dict) for part in parts),
+            f"{label.name} holds {value!r:.40}, not a label or a list of labels; data.columns.label={label.name}.NAME "
+            "reads a value inside an object",
+        )
 
 
 def details_of(label: Column, task: str) -> dict[str, Any]:
