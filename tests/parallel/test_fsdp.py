@@ -14,7 +14,7 @@ import pytest
 import torch
 from finetuning import tuned, tuning
 from forks import launch, run_forked
-from run_results import assert_same_run, grad_norms, losses, moments, weights
+from run_results import assert_same_run, assert_same_weights, grad_norms, losses, moments, weights
 from running import ROOT, lines, run, train_config, train_here, train_overrides
 from safetensors.torch import load_file
 from saved_steps import cut_back, flip, store_of
@@ -103,6 +103,16 @@ def test_a_run_of_one_process_goes_on_split(plain, prepared, tmp_path):
     done = run(train_overrides(run_dir, prepared, *BERT, FSDP), ranks=2)
     assert "resuming from the checkpoint of step 3" in done.stderr
     assert losses(run_dir)[6:] == pytest.approx(losses(plain / "bert")[3:], rel=2e-5)
+
+
+@pytest.mark.slow
+def test_four_ranks_resume_bit_for_bit(splits, prepared, tmp_path):
+    model, ranks, options = SPLITS["bert"]
+    run_dir = cut_back(splits / "bert", tmp_path / "run")
+    done = run(train_overrides(run_dir, prepared, *MODELS[model], *options), ranks=ranks)
+    assert "resuming from the checkpoint of step 3" in done.stderr
+    assert losses(run_dir)[6:] == losses(splits / "bert")[3:]
+    assert_same_weights(run_dir, splits / "bert")
 
 
 def test_every_rank_writes_its_rows_under_one_manifest_and_fewer_ranks_resume(

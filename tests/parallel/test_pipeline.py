@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from rejections import rejects
-from run_results import assert_same_run, losses
+from run_results import assert_same_run, assert_same_weights, losses
 from running import ROOT, lines, run, train_here, train_overrides
 from saved_steps import cut_back
 
@@ -61,16 +61,18 @@ def alone(tmp_path_factory, prepared):
     return {name: folder / name for name in MODELS}
 
 
+FOUR = [
+    *pipeline(4, 4, "interleaved"),
+    "backend.activation_checkpointing=true",
+    "micro_batch_size=4",
+]
+
+
 @pytest.fixture(scope="module")
 def four(tmp_path_factory, prepared):
     """A run of four stages."""
     run_dir = tmp_path_factory.mktemp("four") / "run"
-    options = [
-        *pipeline(4, 4, "interleaved"),
-        "backend.activation_checkpointing=true",
-        "micro_batch_size=4",
-    ]
-    return trained(run_dir, prepared, *MODELS["bert"], *options, ranks=4)
+    return trained(run_dir, prepared, *MODELS["bert"], *FOUR, ranks=4)
 
 
 @pytest.mark.slow
@@ -114,6 +116,15 @@ def test_four_stages_resume_as_one_rank_and_back(alone, four, prepared, tmp_path
     back = cut_back(alone["bert"], tmp_path / "two")
     trained(back, prepared, *MODELS["bert"], *pipeline(4, 4, "1f1b"), ranks=4)
     assert losses(back)[6:] == pytest.approx(losses(alone["bert"])[3:], rel=2e-5)
+
+
+@pytest.mark.slow
+def test_four_stages_resume_bit_for_bit(four, prepared, tmp_path):
+    run_dir = cut_back(four, tmp_path / "run")
+    trained(run_dir, prepared, *MODELS["bert"], *FOUR, ranks=4)
+    assert [line["attempt"] for line in lines(run_dir, "summary")] == [1, 2]
+    assert losses(run_dir)[6:] == losses(four)[3:]
+    assert_same_weights(run_dir, four)
 
 
 # Products are rounded to 8 bits, of other shapes than those of one process: losses of 5 differ by a few thousandths.
