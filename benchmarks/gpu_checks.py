@@ -3,8 +3,9 @@
     benchmarks/gpu.sh core | rest        or  python -m benchmarks.gpu_checks core|rest [--device cpu] [--only NAME ...]
 
 core: recorded steps against plain ones, a single rank under torchrun, the memory of recordings. rest: deterministic
-runs, traces, fp16, a restart after a kill, NVIDIA's sanitizer, ranks that share the GPU. A check prints its figures and
-"ok" or "BAD"; the exit code is 1 if one is BAD. On a CPU the same runs check this script: nothing is recorded there.
+runs, traces, fp16, a restart after a kill, ranks that share the GPU, the memory of BERT-large with and without FSDP,
+NVIDIA's sanitizer. A check prints its figures and "ok" or "BAD"; the exit code is 1 if one is BAD. On a CPU the same
+runs check this script, with a small model instead of BERT-large: nothing is recorded there, and no memory counted.
 """
 
 from __future__ import annotations
@@ -37,6 +38,14 @@ GIB = 2**30
 BERT = ["model.architecture=bert", "model.hidden_size=256", "model.intermediate_size=1024"]
 BERT += ["model.num_layers=4", "model.num_heads=4"]
 MODERN = ["model.architecture=modernbert", *BERT[1:]]
+LARGE = ["model.architecture=bert", "model.hidden_size=1024", "model.intermediate_size=4096"]
+LARGE += ["model.num_layers=24", "model.num_heads=16"]
+# with BERT's vocabulary, and few tokens, so that weights, gradients and moments take most of the memory
+LARGE_SHAPE = Shape("", vocab_size=30522, seq_len=128, batch=8)
+LARGE_STEPS = 8
+# The share of the peak memory of two plain ranks that two ranks of FSDP may take. They halve weights, gradients and
+# moments, but not activations and gathered layers.
+FSDP_SHARE = 0.75
 # Settings whose recorded steps are compared with plain ones, by name.
 COMPARED = {
     "bf16, dropout": [*BERT, "backend.precision=bf16"],
@@ -258,10 +267,27 @@ def ranks(bench: Bench) -> bool:
     return all(good)
 
 
+def fsdp_memory(bench: Bench) -> bool:
+    """Compare the peak memory of BERT-large on two ranks that share the GPU, with FSDP and without."""
+    folder = bench.folder / "large"
+    synthetic_data(folder, LARGE_SHAPE)
+    model = LARGE if bench.is_gpu else BERT
+    settings = [*model, f"data.path={folder / 'data'}", f"max_steps={LARGE_STEPS}"]
+    settings += [f"global_batch_size={LARGE_SHAPE.batch}", "eval_every=null", "eval_examples=8"]
+    settings += ["backend.precision=bf16", "model.hidden_dropout=0", "model.attention_dropout=0"]
+    whole = bench.run("large_data", [*settings, PLAIN], ranks=2)
+    split = bench.run("large_fsdp", [*settings, "parallel=fsdp"], ranks=2)
+    if whole.code or split.code:
+        return say(False, f"BERT-large: exit codes {whole.code}, {split.code} with FSDP")
+    text = f"BERT-large, two ranks: {split.peak_gib:.2f} GiB reserved per rank with FSDP"
+    text += f", {whole.peak_gib:.2f} without; losses differ by {gap(whole, split):.1e}"
+    return say(split.peak_gib <= FSDP_SHARE * whole.peak_gib, text)
+
+
 Check = Callable[[Bench], bool]
 PARTS: dict[str, tuple[Check, ...]] = {
     "core": (torchrun, memory, recorded),
-    "rest": (deterministic, profile, fp16, resume, ranks, sanitizer),
+    "rest": (deterministic, profile, fp16, resume, ranks, fsdp_memory, sanitizer),
 }
 
 
