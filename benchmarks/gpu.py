@@ -63,7 +63,7 @@ GIB = 2**30
 # tokens that MiniLM's tokenizer finds in 15,463 tweets: 23.4 on average, 11 to 33 for nine tenths of them.
 WORDS_OF_TEXT = (3.4, 0.5, 8, 128)  # as in MNLI
 WORDS_OF_TWEET = (3.1, 0.32, 3, 49)
-# What takes about one token: with runs of 6 characters, those tweets have 22.8 on average.
+# About one token: with runs of at most 6 characters, those tweets have 22.8 on average.
 TOKEN = re.compile(r"\w{1,6}|[^\w\s]")
 ROWS = 4096  # texts to fine-tune on
 QUESTIONS = 2048
@@ -352,7 +352,7 @@ def ours(run: Run, *, more: Sequence[str] = ()) -> Result:
 
 @dataclass(frozen=True)
 class Feed:
-    """What the Trainer trains: a class of models and rows, which a collator joins to batches."""
+    """A class of models and rows for the Trainer, which a collator joins to batches."""
 
     auto: Any
     rows: list[Any]

@@ -277,7 +277,9 @@ def fsdp_memory(bench: Bench) -> bool:
     """Compare the peak memory of BERT-large on two ranks that share the GPU, with FSDP and without."""
     folder = bench.folder / "large"
     synthetic_data(folder, LARGE_SHAPE)
-    model = LARGE if bench.is_gpu else BERT
+    name, model = "a small BERT", BERT
+    if bench.is_gpu:
+        name, model = "BERT-large", LARGE
     settings = [
         *model,
         f"data.path={folder / 'data'}",
@@ -292,8 +294,8 @@ def fsdp_memory(bench: Bench) -> bool:
     whole = bench.run("large_data", [*settings, PLAIN], ranks=2)
     split = bench.run("large_fsdp", [*settings, "parallel=fsdp"], ranks=2)
     if whole.code or split.code:
-        return say(False, f"BERT-large: exit codes {whole.code}, {split.code} with FSDP")
-    text = f"BERT-large, two ranks: {split.peak_gib:.2f} GiB reserved per rank with FSDP"
+        return say(False, f"{name}: exit codes {whole.code}, {split.code} with FSDP")
+    text = f"{name}, two ranks: {split.peak_gib:.2f} GiB reserved per rank with FSDP"
     text += f", {whole.peak_gib:.2f} without; losses differ by {gap(whole, split):.1e}"
     return say(split.peak_gib <= FSDP_SHARE * whole.peak_gib, text)
 
