@@ -103,9 +103,13 @@ test-all: test test-slow
 test-services: setup-tests
 	@$(PYTEST) -m services $(TEST_ARGS)
 
-test-gpu: setup-tests
-	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "test-gpu: PyTorch sees no GPU here; make test runs the tests on CPUs")'
-	@PYTHON=$(BIN)/python benchmarks/gpu.sh tests $(TEST_ARGS)
+# Without .venv, but with the wheels of benchmarks/gpu.sh pack: the machine's Python, and no internet access.
+PACKED = $(if $(wildcard $(BIN)/python),,$(wildcard build/gpu_wheels))
+GPU_PYTHON = $(if $(PACKED),$(PYTHON),$(BIN)/python)
+
+test-gpu: $(if $(PACKED),,setup-tests)
+	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "test-gpu: PyTorch sees no GPU here; make test runs the tests on CPUs")'
+	@PYTHON=$(GPU_PYTHON) benchmarks/gpu.sh tests $(TEST_ARGS)
 
 # What is deprecated there is an error. To renew the environment: rm .venv/newest/.ready
 $(NEWEST)/.ready: $(VENV)/.ready
@@ -162,7 +166,7 @@ bench-smoke: $(PEERS)/.ready
 	@$(BIN)/python -m benchmarks.data --rounds 1 --seconds 0.05 --rows 256
 	@$(BIN)/python -m benchmarks.chaos --steps 60 --every-s 10
 	@PYTHONPATH=$(PEERS) $(BIN)/python -m benchmarks.real --model $(RUN_DIR)/export --seeds 1 --epochs 1 --tasks tweets
-	@PYTHONPATH=$(PEERS) PYTHON=$(BIN)/python OUT=$(VENV) benchmarks/gpu.sh speed --tiny --only MiniLM questions 'ALBERT-base 32'
+	@PYTHONPATH=$(PEERS) PYTHON=$(BIN)/python OUT=$(VENV) benchmarks/gpu.sh speed --tiny --only 'tweets, 32 trainer' questions 'ALBERT-base 32'
 	@$(BIN)/python -m benchmarks.gpu_checks core --device cpu --only torchrun
 
 # What `make setup`, `make docs` and the linters make again; no run and no data.

@@ -1,23 +1,30 @@
 """Our training and the Hugging Face Trainer at their fastest settings, on one GPU in eight minutes, as one table.
 
-    benchmarks/gpu.sh speed [--output gpu.json] [--budget-s 460] [--only NAME ...] [--tiny]
+    benchmarks/gpu.sh speed [--output gpu.json] [--budget-s 460] [--only NAME ...] [--rows tweets.csv] [--tiny]
 
 Candidates: "ours" is `baretrain bench`, which measures our loop and loader, with the `backend.compile` that a run
-of 100,000 steps would choose; "ours native" is the same with backend.compile=none, for questions. "trainer" is the
-Trainer with its defaults in bf16. "trainer best" adds torch.compile, TF32, 4 workers and, where lengths vary,
-batches of similar lengths. "bound" is a bare compiled loop, from benchmarks/peers/bare_encoder.py. All have random
-weights, random tokens and, except for fine-tuning, no dropout. Each is a forked process, so that a failure or a
-hang costs only its row. First, several candidates that compile fill a common cache at the same time; then each
-candidate is timed alone. Rows that were never measured come first. The JSON file is written after each row. --tiny
-tests this script with small models on the CPU.
+of 100,000 steps would choose; "ours native" is the same with backend.compile=none, for questions, and "ours
+compiled" with backend.compile=layers, for classes. "trainer" is the Trainer with its defaults in bf16. "trainer best"
+adds torch.compile, TF32, 4 workers and, where lengths vary, batches of similar lengths. "bound" is a bare compiled
+loop, from benchmarks/peers/bare_encoder.py. All have random weights, random tokens and, except for fine-tuning, no
+dropout. Questions fill their sequences, and the Trainer gets them with the masks and types that tokenizers return.
+"GiB reserved" is the peak of what PyTorch's allocator took from the device, on all sides.
+
+Each candidate is a forked process, so that a failure or a hang costs only its row. First, several candidates that
+compile fill a common cache at the same time; then each candidate is timed alone. Rows that were never measured come
+first; those for which no time is left need another call, with --only. The JSON file is written after each row. --rows
+names a CSV file with a column "text", whose lengths the rows of tweets then have. --tiny tests this script with small
+models on the CPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 import platform
+import re
 import shlex
 import sys
 import tempfile
@@ -52,8 +59,12 @@ LEAST_S = 15  # seconds that must be left to start a candidate
 MOST_S = 90  # seconds that a candidate may take
 MASKED = 0.15  # share of the tokens to predict
 GIB = 2**30
-# words per text, as in MNLI: log-normal mean and deviation, minimum, maximum
-WORDS_OF_TEXT = (3.4, 0.5, 8, 128)
+# Words per text: log-normal mean and deviation, minimum, maximum. Each word is one token. Those of tweets are the
+# tokens that MiniLM's tokenizer finds in 15,463 tweets: 23.4 on average, 11 to 33 for nine tenths of them.
+WORDS_OF_TEXT = (3.4, 0.5, 8, 128)  # as in MNLI
+WORDS_OF_TWEET = (3.1, 0.32, 3, 49)
+# About one token: with runs of at most 6 characters, those tweets have 22.8 on average.
+TOKEN = re.compile(r"\w{1,6}|[^\w\s]")
 ROWS = 4096  # texts to fine-tune on
 QUESTIONS = 2048
 
@@ -72,16 +83,19 @@ class Work:
     embedding: int | None = None  # width of ALBERT's embeddings
     # classify texts of varying length, instead of predicting masked tokens
     classifies: bool = False
+    words: tuple[float, float, int, int] = WORDS_OF_TEXT
     # answer questions from contexts, as in SQuAD
     answers: bool = False
 
     @property
     def candidates(self) -> list[str]:
         """The names of the candidates that this work compares."""
-        if self.answers:
-            return ["ours", "ours native"]
         names = ["ours", "trainer", "trainer best"]
-        return names if self.classifies else [*names, "bound"]
+        if self.answers:
+            return [*names, "ours native"]
+        if self.classifies:
+            return [*names, "ours compiled"]
+        return [*names, "bound"]
 
     def sizes(self, layers: str, heads: str) -> dict[str, int]:
         """Return the model's sizes by name. `layers` and `heads` name the numbers of layers and heads."""
@@ -142,27 +156,28 @@ class Work:
 
     def transformers_config(self) -> Any:
         sizes = self.sizes("num_hidden_layers", "num_attention_heads")
-        still = (
-            {}
-            if self.classifies
-            else {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        )
+        still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        if self.classifies or self.answers:
+            still = {}
         return transformers.AutoConfig.for_model(self.architecture, **sizes, **still)
 
 
 ALBERT = Work(
     "ALBERT-base 128 x 128", "albert", 768, 12, 128, 128, vocab_size=30000, embedding=128
 )
-LARGE = Work("BERT-large 32 x 512", "bert", 1024, 24, 32, 512)
+LARGE = Work("BERT-large 64 x 512", "bert", 1024, 24, 64, 512)
 BASE = Work("BERT-base 128 x 128", "bert", 768, 12, 128, 128)
 TEXTS = replace(
     BASE, name="BERT-base, classes of texts, 32", batch=32, seq_len=512, classifies=True
+)
+TWEETS = replace(
+    TEXTS, name="MiniLM, classes of tweets, 32", hidden=384, layers=6, words=WORDS_OF_TWEET
 )
 WORKS = [
     BASE,
     ALBERT,
     LARGE,
-    replace(TEXTS, name="MiniLM, classes of texts, 32", hidden=384, layers=6),
+    TWEETS,
     replace(BASE, name="BERT-base, questions, 32 x 384", batch=32, seq_len=384, answers=True),
     TEXTS,
     replace(ALBERT, name="ALBERT-base 32 x 512", batch=32, seq_len=512),
@@ -181,14 +196,17 @@ def tiny(work: Work) -> Work:
 # ---- data ----------------------------------------------------------------------------------------------------------
 
 
-def make_data(work: Work, folder: Path) -> None:
-    """Write the data for `work`: prepared shards, or texts and a tokenizer with the same vocabulary."""
+def make_data(work: Work, folder: Path, rows: Path | None) -> Result:
+    """Write the data for `work`: prepared shards, or texts and a tokenizer with the same vocabulary.
+
+    `rows`: a CSV file whose texts are as long as tweets are.
+    """
     folder.mkdir()
     if not work.classifies and not work.answers:
         from benchmarks.pretraining import Shape, synthetic_data
 
         synthetic_data(folder, Shape("", work.vocab_size, work.seq_len, work.batch))
-        return
+        return {}
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     (folder / "vocab.txt").write_text(
         "\n".join([*special, *(f"w{n}" for n in range(work.vocab_size - len(special)))])
@@ -197,17 +215,25 @@ def make_data(work: Work, folder: Path) -> None:
     rng = np.random.default_rng(0)
     if work.answers:
         write_questions(folder / "questions.json", work, rng, len(special))
-        return
-    mean, deviation, least, most = WORDS_OF_TEXT
-    lengths = (
-        rng.lognormal(mean, deviation, ROWS).clip(least, min(most, work.seq_len - 2)).astype(int)
-    )
+        return {}
     texts = (
         " ".join(f"w{n}" for n in rng.integers(0, work.vocab_size - len(special), length))
-        for length in lengths
+        for length in text_lengths(work, rng, rows)
     )
     lines = [f"{text},{number % 3}\n" for number, text in enumerate(texts)]
     (folder / "texts.csv").write_text("text,label\n" + "".join(lines))
+    return {}
+
+
+def text_lengths(work: Work, rng: np.random.Generator, rows: Path | None) -> np.ndarray:
+    """Return the number of words of each text that `work` classifies."""
+    mean, deviation, least, most = work.words
+    lengths = rng.lognormal(mean, deviation, ROWS).clip(least, most)
+    if rows and work.words == WORDS_OF_TWEET:
+        with rows.open(newline="") as file:
+            texts = [row["text"] for row in csv.DictReader(file)]
+        lengths = np.array([len(TOKEN.findall(text)) for text in texts[:ROWS]])
+    return lengths.clip(1, work.seq_len - 2).astype(int)
 
 
 def write_questions(path: Path, work: Work, rng: np.random.Generator, special: int) -> None:
@@ -234,6 +260,20 @@ def masked_rows(work: Work, count: int) -> list[dict[str, torch.Tensor]]:
     ids = torch.randint(5, work.vocab_size, (count, work.seq_len))
     labels = torch.where(torch.rand(ids.shape) < MASKED, ids, -100)
     return [{"input_ids": row, "labels": wanted} for row, wanted in zip(ids, labels, strict=True)]
+
+
+def answered_rows(work: Work, count: int) -> list[dict[str, torch.Tensor]]:
+    """Return rows of random tokens in the Trainer's form, as long as those of `write_questions`."""
+    torch.manual_seed(0)
+    ids = torch.randint(5, work.vocab_size, (count, work.seq_len))
+    mask = torch.ones_like(ids[0])
+    types = mask.clone()
+    asked = work.seq_len // 8 + 2  # the question between its special tokens
+    types[:asked] = 0
+    place = torch.tensor(asked + 5)
+    same = {"attention_mask": mask, "token_type_ids": types}
+    same |= {"start_positions": place, "end_positions": place}
+    return [{"input_ids": row, **same} for row in ids]
 
 
 def labelled_rows(folder: Path) -> list[dict[str, Any]]:
@@ -277,7 +317,8 @@ class Run:
         return time.perf_counter() - began_s
 
     def figures(self, *, tokens: float, took_s: float, ready_s: float) -> Result:
-        memory = torch.cuda.max_memory_allocated() / GIB if self.device == "cuda" else None
+        # Reserved bytes, as `baretrain bench` counts them: a CUDA graph keeps memory that no tensor uses.
+        memory = torch.cuda.max_memory_reserved() / GIB if self.device == "cuda" else None
         step_ms = 1e3 * took_s / self.timed
         return {
             "step_ms": step_ms,
@@ -309,8 +350,34 @@ def ours(run: Run, *, more: Sequence[str] = ()) -> Result:
     }
 
 
+@dataclass(frozen=True)
+class Feed:
+    """A class of models and rows for the Trainer, which a collator joins to batches."""
+
+    auto: Any
+    rows: list[Any]
+    collator: Any = transformers.default_data_collator
+
+
+def feed_of(run: Run, *, best: bool) -> Feed:
+    work = run.work
+    if work.answers:
+        rows = answered_rows(work, work.batch * 8)
+        return Feed(transformers.AutoModelForQuestionAnswering, rows)
+    if not work.classifies:
+        return Feed(transformers.AutoModelForMaskedLM, masked_rows(work, work.batch * 8))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        run.folder / "tokenizer", trust_remote_code=False
+    )
+    multiple = 8 if best else None
+    collator = transformers.DataCollatorWithPadding(tokenizer, pad_to_multiple_of=multiple)
+    auto = transformers.AutoModelForSequenceClassification
+    return Feed(auto, labelled_rows(run.folder), collator)
+
+
 def trainer(run: Run, *, best: bool = False) -> Result:
-    work, steps = run.work, run.skipped + run.timed
+    work = run.work
+    steps = run.skipped + run.timed
     config = work.transformers_config()
     more: dict[str, Any] = {}
     if best:
@@ -320,28 +387,16 @@ def trainer(run: Run, *, best: bool = False) -> Result:
             "dataloader_persistent_workers": True,
         }
         more |= {"tf32": True} if run.device == "cuda" else {"torch_compile_backend": "aot_eager"}
-    rows: list[Any]
-    collator: Any = transformers.default_data_collator
-    auto: Any = transformers.AutoModelForMaskedLM
-    torch.manual_seed(0)
     if work.classifies:
-        config.num_labels, auto = 3, transformers.AutoModelForSequenceClassification
-        rows = labelled_rows(run.folder)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            run.folder / "tokenizer", trust_remote_code=False
-        )
-        collator = transformers.DataCollatorWithPadding(
-            tokenizer, pad_to_multiple_of=8 if best else None
-        )
+        config.num_labels = 3
         if best:
             more["train_sampling_strategy"] = "group_by_length"
-    else:
-        rows = masked_rows(work, work.batch * 8)
-    model = auto.from_config(config, attn_implementation="sdpa", trust_remote_code=False)
-    marks: list[
-        tuple[float, int]
-    ] = []  # (time, tokens) at start, after one step, at start and end of timing
-    tokens = 0
+    feed = feed_of(run, best=best)
+    torch.manual_seed(0)
+    model = feed.auto.from_config(config, attn_implementation="sdpa", trust_remote_code=False)
+    # (time, tokens) at start, after one step, at start and end of timing
+    marks: list[tuple[float, Any]] = []
+    tokens: Any = 0
 
     def mark() -> None:
         run.wait()
@@ -350,11 +405,12 @@ def trainer(run: Run, *, best: bool = False) -> Result:
     class Metered(transformers.Trainer):
         def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             nonlocal tokens
-            tokens += (
-                int(inputs["attention_mask"].sum())
-                if work.classifies
-                else inputs["input_ids"].numel()
-            )
+            mask = inputs.get("attention_mask")
+            if mask is None:
+                tokens = tokens + inputs["input_ids"].numel()
+            else:
+                # It stays on the device: a step that reads it would wait.
+                tokens = tokens + mask.sum()
             return super().training_step(model, inputs, *args, **kwargs)
 
     class Clock(transformers.TrainerCallback):
@@ -374,12 +430,11 @@ def trainer(run: Run, *, best: bool = False) -> Result:
         **QUIET,
         **more,
     )
-    Metered(
-        model, arguments, train_dataset=rows, data_collator=collator, callbacks=[Clock()]
-    ).train()
+    given = {"train_dataset": feed.rows, "data_collator": feed.collator}
+    Metered(model, arguments, **given, callbacks=[Clock()]).train()
     begun, first, start, end = marks
     return run.figures(
-        tokens=end[1] - start[1], took_s=end[0] - start[0], ready_s=first[0] - begun[0]
+        tokens=float(end[1] - start[1]), took_s=end[0] - start[0], ready_s=first[0] - begun[0]
     )
 
 
@@ -408,11 +463,12 @@ def bound(run: Run) -> Result:
 CANDIDATES: dict[str, Callable[[Run], Result]] = {
     "ours": ours,
     "ours native": partial(ours, more=("backend.compile=none",)),
+    "ours compiled": partial(ours, more=("backend.compile=layers",)),
     "trainer": trainer,
     "trainer best": partial(trainer, best=True),
     "bound": bound,
 }
-COMPILED = ("ours", "trainer best", "bound")
+COMPILED = ("ours", "ours compiled", "trainer best", "bound")
 
 
 def machine(device: str) -> Result:
@@ -494,7 +550,8 @@ class Table:
             ]
             cells.append([row["work"], row["candidate"], *figures])
         head = ["work", "candidate", "ms per step", "tokens/s", "/ trainer best", "share of peak"]
-        return f"{about}.\n\n{table([*head, 'compiling and first step, s', 'GiB'], cells)}"
+        head += ["compiling and first step, s", "GiB reserved"]
+        return f"{about}.\n\n{table(head, cells)}"
 
 
 def compile_all(runs: Sequence[tuple[str, Run]], folder: Path, budget_s: float) -> None:
@@ -523,9 +580,10 @@ def measure(options: argparse.Namespace, folder: Path) -> Table:
             if not options.only or any(each in f"{work.name} {name}" for each in options.only)
         ]
         if names:
-            Job(
-                lambda work=work, home=home: make_data(work, home) or {}, log=folder / "data.log"
-            ).result(MOST_S)
+            job = Job(make_data, work, home, options.rows, log=folder / "data.log")
+            made = job.result(MOST_S)
+            if made:
+                raise SystemExit(f"data of {work.name}: {made['error']}")
         more = max(skipped, SKIPPED_LENGTHS) if work.classifies and not options.tiny else skipped
         runs += [(name, Run(work, home, device, more, timed)) for name in names]
     runs.sort(key=lambda each: (each[1].work.name, each[0]) in MEASURED)
@@ -562,6 +620,12 @@ def main() -> int:
         default=[],
         metavar="NAME",
         help="parts of names of works and candidates",
+    )
+    parser.add_argument(
+        "--rows",
+        type=Path,
+        metavar="FILE.csv",
+        help='rows with a column "text", for the lengths of tweets',
     )
     parser.add_argument(
         "--tiny", action="store_true", help="small models on the CPU, as a test of this script"

@@ -4,9 +4,11 @@
 #     benchmarks/gpu.sh core     5 min   recorded steps against plain ones, and the tests of what only a GPU can show
 #     benchmarks/gpu.sh speed    8 min   our training and the Hugging Face Trainer, as one table: python -m benchmarks.gpu
 #     benchmarks/gpu.sh tests    9 min   the tests of what trains, on the GPU, which ranks share (make test-gpu)
-#     benchmarks/gpu.sh rest     9 min   deterministic runs, traces, fp16, restarts, sanitizer, ranks that share the GPU, the host's time
+#     benchmarks/gpu.sh rest     9 min   deterministic runs, traces, fp16, restarts, sanitizer, ranks that share the GPU, the memory
+#                                        of FSDP, the host's time, baretrain doctor --collectives
 # The GPU machine needs these wheels, no internet access, and Python 3.12 with torch, transformers, accelerate, pandas,
 # pyarrow and scikit-learn. Logs and tables are written to $OUT [out]. DEVICE=cpu checks these parts without a GPU.
+# Arguments after the part's name are the program's: benchmarks/gpu.sh speed --rows build/tweets.csv
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 python=${PYTHON:-python3}
@@ -18,11 +20,11 @@ pip=("$python" -m pip --quiet --disable-pip-version-check)
 
 if [ "$part" = pack ]; then
     set -e
-    "${pip[@]}" wheel --no-deps -c constraints.txt -w "$wheels" antlr4-python3-runtime==4.9.3 seqeval # not on PyPI as wheels
+    "${pip[@]}" wheel --no-deps -c constraints.txt -w "$wheels" antlr4-python3-runtime==4.9.3 seqeval s3torchconnector # not on PyPI as wheels
     for_gpu=(-c constraints.txt -d "$wheels" --python-version 3.12 --only-binary=:all:
         --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64)
     "${pip[@]}" download --no-deps "${for_gpu[@]}" hydra-core omegaconf boto3 botocore s3transfer jmespath tenacity datasets dill \
-        multiprocess nvidia-ml-py sentencepiece tensorboard tensorboard-data-server \
+        s3torchconnectorclient urllib3 xxhash multiprocess nvidia-ml-py sentencepiece tensorboard tensorboard-data-server \
         grpcio protobuf absl-py markdown werkzeug pytest pytest-timeout pytest-xdist execnet iniconfig pluggy hypothesis sortedcontainers \
         torchmetrics lightning-utilities
     du -sh "$wheels"
@@ -31,7 +33,7 @@ fi
 
 OUT=${OUT:-out}
 mkdir -p "$OUT"
-if [ -d "$wheels" ] && ! "$python" -c 'import hydra, datasets, boto3, pytest' 2>/dev/null; then
+if [ -d "$wheels" ] && ! "$python" -c 'import hydra, datasets, boto3, s3torchconnector, pytest' 2>/dev/null; then
     packages=$(mktemp -d)
     trap 'rm -rf "$packages"' EXIT
     "${pip[@]}" install --no-index --no-deps --target "$packages" "$wheels"/*.whl || exit 1
@@ -46,7 +48,7 @@ run() {
     local seconds=$1 code
     shift
     printf '== %s  %s\n' "$(date +%T)" "$*" | tee -a "$OUT/$part.log"
-    timeout "$seconds" "$@" 2>&1 | tee -a "$OUT/$part.log" | grep --line-buffered -E '^(ok|BAD|FAILED|ERROR|\[|\|)|passed|failed'
+    timeout "$seconds" "$@" 2>&1 | tee -a "$OUT/$part.log" | grep --line-buffered -E '^(ok|bad|BAD|FAILED|ERROR|\[|\|)|passed|failed'
     code=${PIPESTATUS[0]}
     [ "$code" = 0 ] || worst=1
     printf '   exit code %s\n' "$code" | tee -a "$OUT/$part.log"
@@ -72,11 +74,13 @@ tests)
     run 560 env TEST_DEVICE="$device" PYTHONPATH="${PYTHONPATH:-}:." "${tests[@]}" --numprocesses=4 "$@" "${files[@]}"
     ;;
 rest)
-    run 480 "$python" -m benchmarks.gpu_checks rest --device "$device" "$@"
+    run 450 "$python" -m benchmarks.gpu_checks rest --device "$device" "$@"
+    ranks=(env PYTHONPATH="${PYTHONPATH:-}:." "$python" -m torch.distributed.run --standalone --nproc-per-node=2)
+    [ "$device" = cpu ] || ranks+=(tests/sharing_gpus.py)
+    run 45 "${ranks[@]}" train/__main__.py doctor --collectives backend=ddp backend.device="$device"
     # BERT-base on two ranks: the host's time, which must be below 3 ms if recorded
     for way in "" --plain; do
-        [ "$device" = cpu ] || run 60 env PYTHONPATH="${PYTHONPATH:-}:." "$python" -m torch.distributed.run --standalone \
-            --nproc-per-node=2 tests/sharing_gpus.py benchmarks/host_time.py $way
+        [ "$device" = cpu ] || run 50 "${ranks[@]}" benchmarks/host_time.py $way
     done
     ;;
 *)
