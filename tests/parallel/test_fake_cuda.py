@@ -12,7 +12,7 @@ import torch
 from fake_cuda import GIB, LAUNCHED, counts
 from finetuning import tuned, two_lengths
 from forks import free_port
-from running import train_here
+from running import lines, train_here
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from train.checkpoints.staging import Staging, num_bytes_of
@@ -21,12 +21,14 @@ from train.models.heads import PaddedEncoder, logits_of
 from train.parallel import captured
 from train.parallel.ddp import DDP
 from train.parallel.engines import build_engine
+from train.parallel.proof import Proof
 from train.storage.model_folder import ENCODERS
 from train.tasks.finetune import TextTask
 
 # steps with a shape before the proof of its graph, which replays it once
 FIRST = captured.FIRST_CALLS
 GRAPHS = "backend.cuda_graphs"
+NARROW = int(2.44 * GIB)
 UNSPLIT = "max_split_size_mb:200"  # so that no small tensor keeps a large block
 
 
@@ -149,6 +151,49 @@ def test_a_run_that_fits_without_graphs_ends_well(fake_cuda, tokenizer_folder, t
     assert f"{GRAPHS}: the device ran out of memory; steps run without CUDA graphs" in text
     assert run["ended"] >= 1 and run["reserved"] < GIB
     assert "step 40/40" in text
+
+
+def proves(*words):
+    """Return where proofs copied the state to, and the bytes on the device that they have left behind."""
+    begin, add = Proof.begin, captured.Graphs.add
+    places, left = [], []
+
+    def begun(self):
+        before = begin(self)
+        places.append(sorted({copy.device.type for copy in before.copies}))
+        return before
+
+    def added(self, key, function, inputs):
+        before = torch.cuda.memory_allocated()
+        add(self, key, function, inputs)
+        left.append(torch.cuda.memory_allocated() - before)
+
+    Proof.begin, captured.Graphs.add = begun, added
+    run = fails(lambda _: torch.empty(GIB, dtype=torch.uint8, device="cuda"), *words)
+    return {**run, "places": places, "left": left}
+
+
+# copies of weights and moments take 147 MB
+WIDE = ["model.hidden_size=1024", "model.intermediate_size=4096"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_bytes", "place"), [(80 * GIB, "cuda"), (NARROW, "cpu")])
+def test_proofs_copy_the_state_on_the_device_if_it_has_room(
+    fake_cuda, tokenizer_folder, tmp_path, num_bytes, place
+):
+    """The narrow device has room for a plain step beside a graph, but not for copies beside both."""
+    words = [tmp_path, tokenizer_folder, "global_batch_size=1", *WIDE]
+    device = {"FAKE_CUDA_BYTES": str(num_bytes), "PYTORCH_CUDA_ALLOC_CONF": UNSPLIT}
+    run = fake_cuda(proves, *words, **device)
+    text = log(tmp_path / "run")
+    assert run["places"] == [[place]] * run["ended"] and run["ended"] >= 2
+    assert "runs without" not in text and "out of memory" not in text
+    # the first one leaves what cuBLAS works with in recordings
+    assert run["left"][-1] < 2**20
+    # graphs keep 1 GiB, while a plain step of another shape takes as much
+    (summary,) = lines(tmp_path / "run", "summary")
+    assert summary["peak_device_bytes"] == run["peak"] > 2 * GIB
 
 
 def saves_a_state(folder):
