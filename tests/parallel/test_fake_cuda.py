@@ -310,3 +310,32 @@ def test_architectures_are_recorded_with_masks_and_without(fake_cuda, tmp_path):
     assert run["recorded"] == {f"{kind} {is_masked}": 1 for kind, is_masked in kinds}
     assert run["errors"] == run["host_copies"] == 0
     assert "runs without a CUDA graph" not in (tmp_path / "log").read_text()
+
+
+def waits_by_architecture(folder):
+    """Numbers mean nothing here, and I-BERT ends a run whose numbers it rejects: the answer is yes, after the wait."""
+    answer = torch.Tensor.__bool__
+    for kind in WAITING:
+        log = Path(folder) / kind
+        logging.basicConfig(filename=log, format="%(message)s", level="INFO", force=True)
+        if kind == "ibert":
+            torch.Tensor.__bool__ = lambda tensor: answer(tensor) or True
+        for is_masked in (False, True):
+            assert steps_of(small(kind), "bf16", is_masked=is_masked) == 0
+    return {}
+
+
+@pytest.mark.slow
+def test_architectures_that_read_numbers_say_why_they_are_not_recorded(fake_cuda, tmp_path):
+    run = fake_cuda(waits_by_architecture, tmp_path)
+    assert run["captures"] == run["errors"] == 0
+    for kind in WAITING:
+        place = "test_fake_cuda.py" if kind == "ibert" else f"modeling_{kind}.py"
+        text = (tmp_path / kind).read_text()
+        said = [line for line in text.splitlines() if line.startswith(GRAPHS)]
+        assert len(said) == 2  # with a mask and without
+        for line in said:
+            start = (
+                f"{GRAPHS}: the step [4, 32] runs without a CUDA graph: it waits for the GPU at"
+            )
+            assert line.startswith(start) and place in line
