@@ -22,6 +22,7 @@ from train.models.heads import PaddedEncoder, logits_of
 from train.parallel import captured
 from train.parallel.ddp import DDP
 from train.parallel.engines import build_engine
+from train.parallel.lamb_update import Lamb
 from train.parallel.proof import Proof
 from train.storage.model_folder import ENCODERS
 from train.tasks.finetune import TextTask
@@ -68,6 +69,8 @@ def test_a_run_with_evaluations_and_checkpoints_replays_its_steps(fake_cuda, pre
     assert run["replays"] == 10 - FIRST
     equal = "1 graph recorded; replays equal plain steps (loss 0e+00, norm 0e+00, weights 0e+00"
     assert log(tmp_path / "run").count(f"{GRAPHS}: {equal}") == 1
+    (summary,) = lines(tmp_path / "run", "summary")
+    assert summary["peak_device_bytes"] == run["peak"]  # with what no tensor has
 
 
 @pytest.mark.slow
@@ -87,6 +90,48 @@ def test_steps_are_recorded_in_memory_that_grows(fake_cuda, prepared, tmp_path):
     run = fake_cuda(trains, tmp_path / "run", prepared, "max_steps=8", **memory)
     assert (run["reason"], run["errors"], run["ended"]) == ("done", 0, 1)
     assert run["replays"] == 8 - FIRST
+
+
+def learns_by_lamb(*words):
+    """Return how often LAMB's fused update is called, and how often in a recording."""
+    change, calls = Lamb.change_fused, []
+
+    def counted(self, group, own):
+        calls.append(torch.cuda.is_current_stream_capturing())
+        change(self, group, own)
+
+    Lamb.change_fused = counted
+    return {**trains(*words), "calls": len(calls), "recorded": sum(calls)}
+
+
+@pytest.mark.slow
+def test_the_fused_update_of_lamb_is_recorded(fake_cuda, prepared, tmp_path):
+    run = fake_cuda(learns_by_lamb, tmp_path / "run", prepared, "optim=lamb", "max_steps=8")
+    assert (run["reason"], run["errors"], run["ended"]) == ("done", 0, 1)
+    assert run["replays"] == 8 - FIRST and run["host_copies"] == 0
+    # weights with decay and without; the proof runs the step before and in the recording
+    assert run["recorded"] == 2 and run["calls"] == 2 * (FIRST + 2)
+    assert "replays equal plain steps" in log(tmp_path / "run")
+
+
+def chooses_kernels(*words):
+    """Return whether each recording has deterministic kernels only."""
+    record, chosen = captured.Graphs.record, []
+
+    def seeing(self, function, inputs):
+        chosen.append(torch.are_deterministic_algorithms_enabled())
+        return record(self, function, inputs)
+
+    captured.Graphs.record = seeing
+    return {**trains(*words), "chosen": chosen}
+
+
+@pytest.mark.slow
+def test_recordings_have_deterministic_kernels_if_asked(fake_cuda, prepared, tmp_path):
+    settings = ["max_steps=8", "backend.deterministic=true"]
+    run = fake_cuda(chooses_kernels, tmp_path / "run", prepared, *settings)
+    assert (run["reason"], run["errors"], run["ended"]) == ("done", 0, 1)
+    assert run["replays"] == 8 - FIRST and run["chosen"] == [True]
 
 
 # ---- what is not recorded --------------------------------------------------------------------------------------------
