@@ -18,18 +18,18 @@ MOST_NODES = {
     "train/storage": 12_800,
     "train/run_folder": 6_900,
     "train/data": 59_300,
-    "train/models": 13_000,
-    "train/parallel": 27_300,
+    "train/models": 13_050,
+    "train/parallel": 27_450,
     "train/tasks": 22_000,
     "train/checkpoints": 9_500,
     "train/observe": 21_000,
     "train/run": 20_200,
     "train/tools": 21_800,
-    "train": 237_100,
+    "train": 237_350,
     "launch": 31_200,
     "ami": 3_800,
     "benchmarks": 25_500,
-    "tests": 254_300,
+    "tests": 255_900,
 }
 MOST_NODES_PER_LINE = 8.6
 MOST_CONDITIONALS = 7.0  # conditional expressions per 1,000 lines of code

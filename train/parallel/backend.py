@@ -205,6 +205,19 @@ def peak_device_bytes() -> int | None:
     return None
 
 
+def spare_device_bytes() -> int:
+    """Return the bytes of this process's device that no step so far would need; 0 if PyTorch does not count them.
+
+    What PyTorch has reserved counts as used, because CUDA graphs may keep it. From the rest, the largest step so far
+    must still be able to take its memory.
+    """
+    if not torch.cuda.is_initialized():
+        return 0
+    free_bytes, _ = torch.cuda.mem_get_info()
+    step_bytes = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    return free_bytes - step_bytes
+
+
 def all_reduce_flat(
     tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None
 ) -> list[Tensor]:

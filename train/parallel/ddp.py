@@ -138,6 +138,7 @@ class DDP(Backend):
         model.keep_relative_positions()
         if self.is_cuda:
             model.align_logits()
+            model.widen_transforms()
         elif self.precision == "bf16":
             # SDPA's backward pass takes four times as long there (benchmarks/notes.md).
             model.attend_by_products(torch.bfloat16)

@@ -1,8 +1,9 @@
 """The proof of a CUDA graph: from the same state, its replay leaves what the plain step leaves.
 
 A plain step runs first. Then everything that it changed is restored, the step is recorded, and its graph is replayed.
-So a step whose graph is wrong can be run again, and no proof changes what is learnt. The copies are in host memory,
-because on the device they would have to fit beside the activations.
+So a step whose graph is wrong can be run again, and no proof changes what is learnt. The copies for this are on the
+device if it has ample room, otherwise in host memory. They are needed until the replay has been compared, and are made
+before the recording begins, so they are in no graph's memory.
 
 While a step is recorded, its learning rate and its number of labels have other values: a graph that keeps such a
 number, instead of reading it in each replay, differs from the plain step.
@@ -18,8 +19,9 @@ from weakref import proxy
 import torch
 from torch import Tensor, nn
 
+from train.parallel.backend import spare_device_bytes
 from train.parallel.grad_sync import gradients_of
-from train.parallel.nonfinite import changed_by
+from train.parallel.nonfinite import changed_by, copies
 from train.parallel.optim import set_learning_rate
 
 if TYPE_CHECKING:
@@ -34,13 +36,14 @@ OF_CHANGES = 0.05
 NUM_WATCHED = 9  # weights that are compared
 # Larger weights are not compared, because copies of them are in host memory three times.
 MOST_NUMBERS = 2**20
+MOST_OF_SPARE = 0.25  # the share of the device's spare memory that copies of the state may take
 
 # "loss", "norm", and the watched tensors by kind, in host memory
 Results = dict[str, list[Tensor]]
 
 
 class Before(NamedTuple):
-    """The state before a step, in host memory."""
+    """The state before a step. The random state and the results are in host memory."""
 
     tensors: list[Tensor]
     copies: list[Tensor]
@@ -71,7 +74,7 @@ class Proof:
         tensors += [engine.backend.skips.total, engine.backend.skips.streak]
         rng = engine.backend.rng_state()
         loss = engine.loss_sum.clone()
-        before = Before(tensors, on_host(tensors), rng, loss, self.results())
+        before = Before(tensors, copied(tensors), rng, loss, self.results())
         engine.loss_sum.zero_()
         return before
 
@@ -139,6 +142,14 @@ def are_finite(results: Results) -> bool:
 
 def listed(differences: Mapping[str, float]) -> str:
     return ", ".join(f"{kind} {value:.0e}" for kind, value in differences.items())
+
+
+def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies on the device if it has ample room for them, otherwise in host memory."""
+    needed = sum(tensor.nbytes for tensor in tensors)
+    if needed <= MOST_OF_SPARE * spare_device_bytes():
+        return copies(tensors)
+    return on_host(tensors)
 
 
 def on_host(tensors: Sequence[Any]) -> list[Tensor]:
