@@ -339,9 +339,10 @@ def ours(run: Run, *, more: Sequence[str] = ()) -> Result:
         raise RuntimeError(f"baretrain bench ended with {code}")
     result = json.loads(output.read_text())
     memory = result["peak_device_bytes"]
+    # Means of all timed steps, as for the Trainer: a median would leave out a late recording.
     return {
-        "step_ms": 1e3 * result["step_s"]["median"],
-        "tokens_per_s": result["tokens_per_s"]["median"],
+        "step_ms": 1e3 * result["timed_s"] / run.timed,
+        "tokens_per_s": result["timed_tokens"] / result["timed_s"],
         "ready_s": result["compile_s"],
         "memory_gib": None if memory is None else memory / GIB,
         "flops_per_s": result["flops_per_s"],
@@ -566,6 +567,11 @@ def compile_all(runs: Sequence[tuple[str, Run]], folder: Path, budget_s: float) 
         job.end()
 
 
+def is_asked(row: str, only: Sequence[str] | None) -> bool:
+    """Return whether the words of one of `only` are in a row's name. "BERT-base" is no word of "ALBERT-base"."""
+    return not only or any(re.search(rf"\b{re.escape(each)}", row) for each in only)
+
+
 def measure(options: argparse.Namespace, folder: Path) -> Table:
     device = "cpu" if options.tiny else "cuda"
     works = [tiny(work) if options.tiny else work for work in WORKS]
@@ -574,11 +580,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Table:
     runs = []
     for number, work in enumerate(works):
         home = folder / str(number)
-        names = [
-            name
-            for name in work.candidates
-            if not options.only or any(each in f"{work.name} {name}" for each in options.only)
-        ]
+        names = [name for name in work.candidates if is_asked(f"{work.name} {name}", options.only)]
         if names:
             job = Job(make_data, work, home, options.rows, log=folder / "data.log")
             made = job.result(MOST_S)

@@ -48,7 +48,7 @@ run() {
     local seconds=$1 code
     shift
     printf '== %s  %s\n' "$(date +%T)" "$*" | tee -a "$OUT/$part.log"
-    timeout "$seconds" "$@" 2>&1 | tee -a "$OUT/$part.log" | grep --line-buffered -E '^(ok|bad|BAD|FAILED|ERROR|\[|\|)|passed|failed'
+    timeout -k 5 "$seconds" "$@" 2>&1 | tee -a "$OUT/$part.log" | grep --line-buffered -E '^(ok|bad|BAD|FAILED|ERROR|\[|\|)|passed|failed'
     code=${PIPESTATUS[0]}
     [ "$code" = 0 ] || worst=1
     printf '   exit code %s\n' "$code" | tee -a "$OUT/$part.log"
@@ -74,7 +74,7 @@ tests)
     run 560 env TEST_DEVICE="$device" PYTHONPATH="${PYTHONPATH:-}:." "${tests[@]}" --numprocesses=4 "$@" "${files[@]}"
     ;;
 rest)
-    run 450 "$python" -m benchmarks.gpu_checks rest --device "$device" "$@"
+    run 400 "$python" -m benchmarks.gpu_checks rest --device "$device" "$@"
     ranks=(env PYTHONPATH="${PYTHONPATH:-}:." "$python" -m torch.distributed.run --standalone --nproc-per-node=2)
     [ "$device" = cpu ] || ranks+=(tests/sharing_gpus.py)
     run 45 "${ranks[@]}" train/__main__.py doctor --collectives backend=ddp backend.device="$device"

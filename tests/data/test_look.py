@@ -177,11 +177,22 @@ UNCLEAR = {
 }
 
 
-@pytest.mark.parametrize("label", [{"a": 1}, [["a"], ["b"]], [{"a": 1}]])
-def test_values_inside_labels_are_rejected(label):
-    columns = {"text": TEXTS, "label": [label, label]}
-    says = re.escape(f"label holds {label}, not a label or a list of labels")
-    rejects(says, look, **columns)
+NESTED = {
+    "an object": ({"a": 1}, "; data.columns.label=label.NAME reads a value inside an object"),
+    "lists": ([["a"], ["b"]], ""),
+    "a list of objects": ([{"a": 1}], ""),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_objects_and_lists_inside_labels_are_rejected(name):
+    label, cure = NESTED[name]
+    says = re.escape(f"label holds {label}, not a label or a list of labels{cure}")
+    rejects(f"{says}$", look, text=TEXTS, label=[label, label])
+
+
+def test_one_bad_label_is_left_to_the_run():
+    assert look(text=TEXTS, label=["x", {"a": 1}, "y", "x"])[0] == "classify"
 
 
 @pytest.mark.parametrize("says", UNCLEAR)

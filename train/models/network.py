@@ -202,7 +202,9 @@ class Network(nn.Module):
         """Compute FNet's Fourier transforms in fp32, as autocast does on CPUs: those of CUDA devices take no bf16."""
         for module in self.network.modules():
             if hasattr(module, "fourier_transform"):
-                module.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(),))
+                module.register_forward_pre_hook(
+                    lambda _, inputs: (inputs[0].float(), *inputs[1:])
+                )
 
     def align_logits(self) -> None:
         """Compute logits with rows of a multiple of LOGITS numbers, unless the vocabulary is a multiple of ALIGNED.

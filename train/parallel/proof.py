@@ -2,8 +2,8 @@
 
 A plain step runs first. Then everything that it changed is restored, the step is recorded, and its graph is replayed.
 So a step whose graph is wrong can be run again, and no proof changes what is learnt. The copies for this are on the
-device if it has ample memory, otherwise in host memory. They are needed until the replay has been compared, and are made
-before the recording begins, so they are in no graph's memory.
+device if it has ample memory, otherwise in host memory. They are needed until the replay has been compared, and are
+made before the recording begins, so they are in no graph's memory.
 
 While a step is recorded, its learning rate and its number of labels have other values: a graph that keeps such a
 number, instead of reading it in each replay, differs from the plain step.
@@ -12,7 +12,7 @@ number, instead of reading it in each replay, differs from the plain step.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import proxy
 
@@ -148,7 +148,9 @@ def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return copies on the device if it has ample memory for them, otherwise in host memory."""
     needed = sum(tensor.nbytes for tensor in tensors)
     if needed <= MOST_OF_SPARE * spare_device_bytes():
-        return copies(tensors)
+        # Another process on the device may have taken the memory since.
+        with suppress(torch.OutOfMemoryError):
+            return copies(tensors)
     return on_host(tensors)
 
 

@@ -115,14 +115,20 @@ def labelled_texts(
 
 
 def check_flat(label: Column) -> None:
-    """Raise InputError if a value is an object, or a list that holds lists or objects."""
-    for value in label.values:
-        parts = value if isinstance(value, list) else [value]
-        check(
-            not any(isinstance(part, list | dict) for part in parts),
-            f"{label.name} holds {value!r:.40}, not a label or a list of labels; data.columns.label={label.name}.NAME "
-            "reads a value inside an object",
-        )
+    """Raise InputError if all values are objects, or lists that hold lists or objects."""
+    if not all(map(is_nested, label.values)):
+        return
+    first = label.values[0]
+    cure = ""
+    if isinstance(first, dict):
+        cure = f"; data.columns.label={label.name}.NAME reads a value inside an object"
+    raise InputError(f"{label.name} holds {first!r:.40}, not a label or a list of labels{cure}")
+
+
+def is_nested(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(isinstance(item, list | dict) for item in value)
+    return isinstance(value, dict)
 
 
 def details_of(label: Column, task: str) -> dict[str, Any]:

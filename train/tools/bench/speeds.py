@@ -53,6 +53,7 @@ def speeds(windows: Sequence[TimedSteps], *, peak: Peak) -> dict[str, Any]:
         "data_wait_share": sum(each.wait_s for each in windows) / wall_s,
         "compile_s_in_timed_steps": sum(each.compile_s for each in windows),
         "timed_s": wall_s,
+        "timed_tokens": tokens,
     }
 
 
