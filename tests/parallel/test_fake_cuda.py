@@ -225,10 +225,10 @@ WIDE = ["model.hidden_size=1024", "model.intermediate_size=4096"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_bytes", "place"), [(80 * GIB, "cuda"), (NARROW, "cpu")])
-def test_proofs_copy_the_state_on_the_device_if_it_has_room(
+def test_proofs_copy_the_state_on_the_device_if_it_has_ample_memory(
     fake_cuda, tokenizer_folder, tmp_path, num_bytes, place
 ):
-    """The narrow device has room for a plain step beside a graph, but not for copies beside both."""
+    """The narrow device has the memory of a plain step beside a graph, but not of copies beside both."""
     words = [tmp_path, tokenizer_folder, "global_batch_size=1", *WIDE]
     device = {"FAKE_CUDA_BYTES": str(num_bytes), "PYTORCH_CUDA_ALLOC_CONF": UNSPLIT}
     run = fake_cuda(proves, *words, **device)

@@ -208,8 +208,8 @@ def peak_device_bytes() -> int | None:
 def spare_device_bytes() -> int:
     """Return the bytes of this process's device that no step so far would need; 0 if PyTorch does not count them.
 
-    What PyTorch has reserved counts as used, because CUDA graphs may keep it. From the rest, the largest step so far
-    must still be able to take its memory.
+    Memory that PyTorch has reserved counts as used, because CUDA graphs may keep it. From the rest, the largest step so
+    far must still be able to take its share.
     """
     if not torch.cuda.is_initialized():
         return 0

@@ -2,7 +2,7 @@
 
 A plain step runs first. Then everything that it changed is restored, the step is recorded, and its graph is replayed.
 So a step whose graph is wrong can be run again, and no proof changes what is learnt. The copies for this are on the
-device if it has ample room, otherwise in host memory. They are needed until the replay has been compared, and are made
+device if it has ample memory, otherwise on the host. They are needed until the replay has been compared, and are made
 before the recording begins, so they are in no graph's memory.
 
 While a step is recorded, its learning rate and its number of labels have other values: a graph that keeps such a
@@ -145,7 +145,7 @@ def listed(differences: Mapping[str, float]) -> str:
 
 
 def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies on the device if it has ample room for them, otherwise in host memory."""
+    """Return copies on the device if it has ample memory for them, otherwise on the host."""
     needed = sum(tensor.nbytes for tensor in tensors)
     if needed <= MOST_OF_SPARE * spare_device_bytes():
         return copies(tensors)
